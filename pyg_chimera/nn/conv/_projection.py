@@ -25,17 +25,9 @@ _PLAIN = (Linear, torch.nn.Linear, GateLinear, RMSNorm)
 def projections(
     x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]]
 ) -> Sequence[Tensor]:
-    """The projections [V, channels] of nodes by each layer; views of one matrix if
-    layers are plain.
-    """
-    for lin in lins:
-        if is_uninitialized_parameter(getattr(lin, "weight", None)):
-            lin(x[:0])
-    plain: list[Any] = [lin for lin in lins if is_plain(lin)]
-    if len(plain) < len(lins):
-        return [lin(x) for lin in lins]
-    tensors = x, *(lin.weight for lin in plain), *(lin.bias for lin in plain)
-    return _JOINT(tensors, None).split([lin.weight.size(0) for lin in plain], dim=1)
+    """The projections [V, channels] of nodes by each layer, views of one matrix."""
+    whole, sizes = _whole(x, lins)
+    return whole.split(sizes, dim=1)
 
 
 def projected(
@@ -46,11 +38,24 @@ def projected(
     """Projections of nodes, perhaps filtered together, in float32 at least, as their
     products would overflow half precision.
     """
-    parts = [at_least_float32(y) for y in projections(x, lins)]
-    if filtered is None:
-        return parts
-    sizes = [y.size(1) for y in parts]
-    return [*filtered(torch.cat(parts, dim=1)).split(sizes, dim=1)]
+    whole, sizes = _whole(x, lins)
+    whole = at_least_float32(whole)
+    return [*(whole if filtered is None else filtered(whole)).split(sizes, dim=1)]
+
+
+def _whole(
+    x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]]
+) -> tuple[Tensor, list[int]]:
+    """Projections beside each other, by one product if layers are plain, and sizes."""
+    for lin in lins:
+        if is_uninitialized_parameter(getattr(lin, "weight", None)):
+            lin(x[:0])
+    plain: list[Any] = [lin for lin in lins if is_plain(lin)]
+    if len(plain) < len(lins):
+        parts = [lin(x) for lin in lins]
+        return torch.cat(parts, dim=1), [y.size(1) for y in parts]
+    tensors = x, *(lin.weight for lin in plain), *(lin.bias for lin in plain)
+    return _JOINT(tensors, None), [lin.weight.size(0) for lin in plain]
 
 
 def is_plain(module: Any) -> bool:
