@@ -36,9 +36,11 @@ jit = compiled(fastmath=_FAST)
 # Inlined, as passing arrays to a function takes longer than a short loop.
 inlined = compiled(fastmath=_FAST, inline="always")
 
+#: `mmap.MAP_NORESERVE`, which Python knows since 3.13, on Linux.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
 #: Bytes of a huge page.
 _HUGE = 1 << 21
-#: Bytes of scratch memory that a thread keeps between calls.
+#: Bytes of scratch memory for each of its threads that a caller keeps between calls.
 _KEPT_BYTES = 1 << 26
 #: Costs (about nanoseconds) below which no other thread is woken, and above which the
 #: calling thread only waits for others, as only then it notices Ctrl-C at once.
@@ -67,22 +69,26 @@ def run(
     if not isinstance(kernel, Dispatcher):  # with NUMBA_DISABLE_JIT
         kernel(0, num_tasks, queue, np.empty(scratch, dtype), *args)
         return
-    bounds = np.array([0, num_tasks])
+    bounds = np.array([0, num_tasks], np.int64)
     if num_threads > 1:
         # Many ranges per thread, as other processes may use cores.
         cuts = costs.cumsum().searchsorted(total * _shares(16 * num_threads))
         bounds = np.concatenate([bounds[:1], cuts, bounds[1:]])
     own = -(-scratch * dtype.itemsize // 64) * 64 // dtype.itemsize
-    memory = _SCRATCH.get(num_threads * own, dtype)
     call = on_threads(kernel)
     if total < _LONG and (num_threads == 1 or _may_use_openmp()):
+        memory = _SCRATCH.get(num_threads, own, dtype)
         call(num_threads, bounds, queue, memory, own, *args)
-    else:
+    else:  # its own memory, as signal handlers may run kernels meanwhile
+        memory = _aligned(num_threads * own * dtype.itemsize).view(dtype)
         _in_threads(
             lambda: call(1, bounds, queue, memory, own, *args), num_threads, queue
         )
     if queue[FAILED]:
-        raise RuntimeError(f"{kernel.py_func.__name__} failed; please report this")
+        raise RuntimeError(
+            f"{kernel.py_func.__name__} failed, perhaps as memory ran out; if not, "
+            "please report it"
+        )
 
 
 @lru_cache
@@ -162,12 +168,13 @@ class _Scratch:
     """Per-thread memory that outlives a call: new pages cost more than their use."""
 
     def __init__(self) -> None:
-        # Keyed by thread, as Python drops thread-local data of OpenMP's threads.
+        # Keyed by thread, as callers may be threads that other libraries have made.
         self.buffers: dict[int, np.ndarray] = {}
 
-    def get(self, size: int, dtype: np.dtype) -> np.ndarray:
-        needed = size * dtype.itemsize
-        if needed > _KEPT_BYTES:
+    def get(self, count: int, size: int, dtype: np.dtype) -> np.ndarray:
+        """Memory for `count` threads."""
+        needed = count * size * dtype.itemsize
+        if size * dtype.itemsize > _KEPT_BYTES:
             return _aligned(needed).view(dtype)
         thread = threading.get_ident()
         buffer = self.buffers.get(thread)
@@ -187,7 +194,8 @@ def _aligned(size: int) -> np.ndarray:
     unit = 64
     if size >= _HUGE // 8 and hasattr(mmap, "MADV_HUGEPAGE"):
         unit = _HUGE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        # What is not used, such as of threads that get small tasks, need not be there.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         memory = mmap.mmap(-1, -(-size // _HUGE) * _HUGE + _HUGE, flags)
         with suppress(OSError):  # of kernels that have none
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -7,7 +7,6 @@ wake up, which is longer than many kernels take.
 
 import ctypes
 import os
-import platform
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -29,7 +28,7 @@ from pyg_chimera.ops.common.compilation import compiled
 STOP, NEXT, BEGUN, FAILED = range(4)
 _BYTE, _INT, _SHORT = ir.IntType(8), ir.IntType(64), ir.IntType(32)
 _ANY = _BYTE.as_pointer()
-_MACHINE = platform.machine().lower()
+_MACHINE = binding.get_process_triple().partition("-")[0]
 _OPENMP_NAME = "pyg_chimera_openmp"
 
 
@@ -81,7 +80,7 @@ def on_threads(kernel: Any) -> Callable[..., None]:
     function.__qualname__, function.__module__ = name, of.__module__
     drive = compiled()(function)
     addresses: dict[bytes, int] = {}
-    # Python calls it through `drive` only.
+    # Python calls it through `drive` only: called directly, it would crash from now on.
     compiler = kernel._compiler
     compiler.targetoptions = compiler.targetoptions | {"no_cpython_wrapper": True}
 
@@ -100,6 +99,8 @@ def _address(kernel: Any, *args: Any) -> int:
     signature = types.int64, types.int64, *map(typeof, args)
     kernel.compile(signature)
     found = kernel.overloads[signature]
+    if found.signature.return_type != types.none:
+        raise TypeError(f"{kernel.py_func.__name__} must return nothing")
     return found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
 
 
@@ -218,7 +219,7 @@ def _flush(builder: Any, before: Any = None) -> Any:
         function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}")
         return builder.call(function, args)
 
-    if _MACHINE in ("x86_64", "amd64"):
+    if _MACHINE == "x86_64":
         memory = cgutils.alloca_once(builder, _SHORT)
         address = builder.bitcast(memory, _ANY)
         if before is None:

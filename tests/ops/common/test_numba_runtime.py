@@ -58,6 +58,19 @@ def waits(first, last, stop, scratch, x):
                 x[i] += 1.0
 
 
+@jit
+def slowly_adds(first, last, stop, scratch, done, amount):
+    scratch[:] = amount
+    for i in range(first, last):
+        for k in range(1_000_000):
+            done[i] += scratch[k % 7]
+
+
+@jit
+def returns(first, last, stop, scratch):
+    return last
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("kind", COSTS)
 def test_each_task_runs_once(kind, threads):
@@ -101,6 +114,29 @@ def test_python_threads_without_openmp_and_after_a_fork(without, monkeypatch):
     run(adds, np.full(100, 1e4), 7, np.dtype(np.float32), done, 3)
     assert (done == 3).all()
     assert len(calls) == 1
+
+
+def test_long_work_has_memory_of_its_own():
+    """A signal handler may run kernels while threads of Python are at work."""
+    done = np.zeros(100)
+
+    def handler(*_: object) -> None:
+        run(adds, np.full(100, 1.0), 7, np.dtype(np.float64), np.zeros(100), 5)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        run(slowly_adds, np.full(100, 1e8), 7, np.dtype(np.float64), done, 3)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (done == 3e6).all()
+
+
+def test_kernels_return_nothing():
+    with pytest.raises(TypeError, match="returns must return nothing"):
+        run(returns, np.ones(1), 0, np.dtype(np.float32))
 
 
 def test_a_kernel_that_is_not_jitted():

@@ -86,6 +86,9 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
             s, m = ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
             room = max(room, (s + m) * (s + m) + s * (s + m) + s * m)
         top = 5 * n + room  # top of the stack
+        edges = nodes.edge_ptr[first], nodes.edge_ptr[last]
+        grows = not _is_dominant(edges, start, nodes, weight, h, by_row, by_column)
+        fails = False
         for x in range(first, last):
             if stopped(stop):
                 return
@@ -104,8 +107,9 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
             for y in range(nodes.edge_ptr[x], nodes.edge_ptr[x + 1]):
                 i, j = nodes.edge_row[y] - start, nodes.edge_col[y] - start
                 F[place[i], place[j]] -= weight[nodes.edge[y], h]
-            below = row[row_ptr[x] : row_ptr[x + 1]] - start
-            _add_sums(F, s, a - start, below, diagonal, by_row, by_column)
+            if grows:
+                below = row[row_ptr[x] : row_ptr[x + 1]] - start
+                _add_sums(F, s, a - start, below, diagonal, by_row, by_column)
             y = x - 1
             while y > x - subtree[x]:  # its children; the last one is on top
                 r0, c = row_ptr[y], row_ptr[y + 1] - row_ptr[y]
@@ -121,19 +125,21 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
                     scratch[top + i * m + j] = F[s + i, s + j]
             top += m * m
 
-            for k in range(s):
-                total = 0.0
-                for j in range(k, t):
-                    total += abs(F[k, j])
-                u_sum[a - start + k] = total
-            for i in range(t):
-                p = a - start + i if i < s else row[row_ptr[x] + i - s] - start
-                total = 0.0
-                for k in range(min(i, s)):
-                    total += abs(F[i, k]) * u_sum[a - start + k]
-                grown[p] += total + (u_sum[p] if i < s else 0.0)
-            if not usable:
-                grown[a - start] = np.inf
+            fails |= not usable
+            if grows:
+                for k in range(s):
+                    total = 0.0
+                    for j in range(k, t):
+                        total += abs(F[k, j])
+                    u_sum[a - start + k] = total
+                for i in range(t):
+                    p = a - start + i if i < s else row[row_ptr[x] + i - s] - start
+                    total = 0.0
+                    for k in range(min(i, s)):
+                        total += abs(F[i, k]) * u_sum[a - start + k]
+                    grown[p] += total + (u_sum[p] if i < s else 0.0)
+                if not usable:
+                    grown[a - start] = np.inf
 
             # W = [L_ss^-1 | U_sr], E = L_rs L_ss^-1, and then W <- U_ss^-1 W
             W[:] = 0
@@ -152,8 +158,29 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
                 for j in range(t):
                     out[h, at + i * t + j] = W[i, j]
 
-        roots = root[start : start + n] - start
-        growths[block, h] = growth_of(roots, diagonal, by_row, by_column, grown)
+        if grows:
+            roots = root[start : start + n] - start
+            growths[block, h] = growth_of(roots, diagonal, by_row, by_column, grown)
+        elif fails:
+            growths[block, h] = np.inf
+
+
+@jit
+def _is_dominant(edges, start, nodes, weight, h, by_row, by_column):
+    """Whether all rows of |A|, or all columns, sum to less than one. If not, leaves
+    zeros in memory for the sums.
+    """
+    for y in range(*edges):
+        x = abs(weight[nodes.edge[y], h])
+        by_row[nodes.edge_row[y] - start] += x
+        by_column[nodes.edge_col[y] - start] += x
+    rows, columns = True, True
+    for i in range(len(by_row)):
+        rows &= by_row[i] < 1
+        columns &= by_column[i] < 1
+    by_row[:] = 0
+    by_column[:] = 0
+    return rows or columns
 
 
 @jit
@@ -197,8 +224,9 @@ def _eliminate(F, t, s, stop):
         for k in range(k0, k1):
             pivot = F[k * t + k]
             usable &= pivot != 0 and np.isfinite(pivot)
+            inverse = 1 / pivot if pivot != 0 else 0.0
             for i in range(k + 1, t):
-                f = F[i * t + k] / pivot if pivot != 0 else 0.0
+                f = F[i * t + k] * inverse
                 F[i * t + k] = f
                 if f != 0:
                     add_multiple(

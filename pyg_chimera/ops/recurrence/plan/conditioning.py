@@ -26,7 +26,9 @@ def sums(edge_index: Tensor, weight: Tensor, num_nodes: int) -> list[Tensor]:
 
 
 def has_small_sums(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bool:
-    """Whether the sum of each row of |A|, or of each column, is less than one."""
+    """Whether the sum of each row of |A|, or of each column, is less than one. False
+    if an index is out of range, as it may not have been checked yet.
+    """
     weight = weight.detach().double()
     if not weight.is_cpu:
         return any(bool((x < 1).all()) for x in sums(edge_index, weight, num_nodes))
@@ -40,6 +42,8 @@ def _has_small_sums(edge_index, weight, end, num_nodes):
     sums = np.zeros((num_nodes, heads))
     for e in range(edges):
         i = edge_index[end, e]
+        if not 0 <= i < num_nodes:
+            return False
         for h in range(heads):
             sums[i, h] += abs(weight[e, h])
     for i in range(num_nodes):

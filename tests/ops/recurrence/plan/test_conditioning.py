@@ -8,7 +8,10 @@ from torch_geometric.utils import to_undirected
 from pyg_chimera.ops import resolvent_mix, unchecked
 from pyg_chimera.ops.recurrence import resolvent_mix as op
 from pyg_chimera.ops.recurrence.plan import conditioning
-from pyg_chimera.ops.recurrence.plan.conditioning import is_ill_conditioned
+from pyg_chimera.ops.recurrence.plan.conditioning import (
+    has_small_sums,
+    is_ill_conditioned,
+)
 
 
 def graph(margin: float, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -90,3 +93,20 @@ def test_both_devices_agree(lost):
     if lost > 0:
         inverse = torch.linalg.inv(torch.eye(3) - A)
         assert found == bool(inverse.sum(1).max() > 3e4)
+
+
+def test_small_sums_of_rows_or_of_columns():
+    edge_index = torch.tensor([[0, 1, 2, 2], [1, 2, 1, 0]])
+    weight = torch.tensor([[0.6], [-0.9], [0.3], [0.2]])
+    assert has_small_sums(edge_index, weight, 3)  # of rows: 0.2, 0.9, 0.9
+    assert has_small_sums(edge_index.flip(0), weight, 3)  # of columns
+    assert not has_small_sums(edge_index, weight * 1.2, 3)
+    assert not has_small_sums(edge_index, weight * torch.nan, 3)
+
+
+@pytest.mark.parametrize("lost", [5000, 105_000, -1, -105_000])
+def test_edges_of_large_graphs_are_checked_before_they_are_read(lost):
+    edge_index = torch.tensor([[0, 1], [1, lost]])
+    x, weight = torch.ones(5000, 1, 1), torch.ones(2, 1) / 4
+    with pytest.raises(ValueError, match="'edge_index'"):
+        resolvent_mix(x, x, x, edge_index, weight)
