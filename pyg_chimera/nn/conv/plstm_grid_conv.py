@@ -2,13 +2,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn.dense.linear import Linear, is_uninitialized_parameter
+from torch_geometric.nn.dense.linear import Linear
 
-from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.nn.conv._grid import OnGrids, check_grid
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
+from pyg_chimera.nn.conv._projection import projected
 from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops import grid_scan
+from pyg_chimera.ops.grid_gates import Layout, grid_gates
 
 __all__ = ["PLSTMGridConv"]
 
@@ -141,42 +142,9 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         state = source * written + (0 if state is None else transition * state)
         return self.output(out, x), state
 
-    def _by_kind(self, rows: Tensor) -> Tensor:
-        """The rows of gates, by kind for all orientations, decays last and times 10."""
-        each = rows.unflatten(0, (self.num_dags, -1)).split(self._biased, dim=1)
-        kinds = [each[i].flatten(0, 1) for i in (0, 1, 2, 4)]
-        return torch.cat([*kinds, 10 * each[3].flatten(0, 1)])
-
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""
-        V, D, H = x.size(0), self.num_dags, self.heads
-        if is_uninitialized_parameter(self.lin_gate.weight):
-            self.lin_gate(x[:0])
-        # Elementwise functions are fast on whole rows, of a gate for all nodes.
-        weight = self._by_kind(self.lin_gate.weight)
-        bias = self._by_kind(self.gate_bias.flatten())
-        gates = at_least_float32(weight @ x.t())
-        gates = gates + bias.to(gates.dtype).unsqueeze(1)
-        decays = self._biased[3] * D
-        gates, decay = gates.sigmoid().split([gates.size(0) - decays, decays])
-        decay = 2 * decay - 1  # tanh(z) = 2 sigmoid(2 z) - 1, in a third of the time
-        direct, source, mark, angle = gates.split(
-            [D * H, 2 * D * H, 2 * D * H, gates.size(0) - 5 * D * H]
-        )
-        if self.mode == "P":
-            angle = angle.view(D, 1, 1, H, V)
-            shares = [angle, 1 - angle]  # of right and down, in [to, from]
-            angle = torch.cat(shares, 1 if self.normalization == "column" else 2)
-            transition = decay.view(D, 2, 2, H, V) * angle
-        else:  # nothing from down to right
-            right, rest = decay.view(D, 3, H, V).split([1, 2], dim=1)
-            transition = torch.cat([right, torch.zeros_like(right), rest], dim=1)
-        if transition.requires_grad and not torch.compiler.is_compiling():
-            # Its gradient is a transposed view, slow to multiply by.
-            transition.register_hook(lambda x: None if x is None else x.contiguous())
-        return (
-            source.t().contiguous().view(V, D, 2, H),
-            transition.reshape(4 * D * H, V).t().contiguous().view(V, D, 2, 2, H),
-            mark.t().contiguous().view(V, D, 2, H),
-            direct.view(D, H, V).sum(0).t(),
-        )
+        (rows,) = projected(x, (self.lin_gate,))
+        by_column = self.normalization == "column"
+        layout = Layout(self.heads, self.mode == "P", by_column)
+        return grid_gates(rows, self.gate_bias, layout)
