@@ -156,30 +156,44 @@ def _forward_tasks(first, last, stop, _, size, rows, bias, scale, sigmoids, gate
                 z = z * load_part(F + k, n) * splat(real(-1 / LOG_2))
                 s = one / (one + exp2(z))
                 store_part(P + (at + k), s, n)
-            _put(v, size, sigmoids[v], gates)
+            _put(v, size, P + at, width // size.dags, gates)
+
+
+# Heads are in the lanes of vectors: there are a few of each kind of gate.
 
 
 @jit
-def _put(v, size, s, gates):
+def _put(v, size, sigmoids, columns, gates):
     """The gates of a node, from its sigmoids."""
-    source, turned, mark, direct = gates
     H, D = size.heads, size.dags
-    columns = len(s) // D
+    S, T, M = pointer(gates.source), pointer(gates.turned), pointer(gates.mark)
+    direct, one = pointer(gates.direct) + v * H, splat(gates.source.dtype.type(1))
     for d in range(D):
-        own, edges = s[d * columns : (d + 1) * columns], (v * D + d) * 2 * H
-        for h in range(H):
-            before = direct[v * H + h] if d > 0 else own.dtype.type(0)
-            direct[v * H + h] = before + own[h]
-        for k in range(2 * H):
-            source[edges + k], mark[edges + k] = own[H + k], own[3 * H + k]
-        for k in range(4):
-            t = _turn(k, size)
-            for h in range(H):
-                if t < 0:
-                    turned[2 * edges + k * H + h] = 0
-                else:
-                    x = 2 * own[(5 + t) * H + h] - 1
-                    turned[2 * edges + k * H + h] = x * _share(k, h, size, own)
+        own, edges = sigmoids + d * columns, (v * D + d) * 2 * H
+        for h in range(0, H, lanes(S)):
+            n = H - h
+            x = load_part(own + h, n)
+            store_part(direct + h, load_part(direct + h, n) + x if d > 0 else x, n)
+            for k in range(2):
+                at = k * H + h
+                store_part(S + (edges + at), load_part(own + (H + at), n), n)
+                store_part(M + (edges + at), load_part(own + (3 * H + at), n), n)
+            right, down = _shares(own, h, size, one)
+            for k in range(4):
+                x, turn = one - one, _turn(k, size)
+                if turn >= 0:
+                    x = load_part(own + ((5 + turn) * H + h), n)
+                    x = (x + x - one) * (right if _is_right(k, size) else down)
+                store_part(T + (2 * edges + k * H + h), x, n)
+
+
+@jit
+def _shares(own, h, size, one):
+    """What transitions to (or from) right and down are multiplied by."""
+    if not size.shared:
+        return one, one
+    right = load_part(own + (9 * size.heads + h), size.heads - h)
+    return right, one - right
 
 
 @jit
@@ -188,14 +202,6 @@ def _turn(k, size):
     if size.shared:
         return k
     return k - (k > 1) if k != 1 else -1
-
-
-@jit
-def _share(k, h, size, own):
-    if not size.shared:
-        return own.dtype.type(1)
-    angle = own[9 * size.heads + h]
-    return angle if _is_right(k, size) else 1 - angle
 
 
 @jit
@@ -213,8 +219,8 @@ def _backward_tasks(first, last, stop, _, size, scale, sigmoids, d_rows, d_bias,
             return
         sums = B + task * width
         for v in range(task * _NODES, min((task + 1) * _NODES, size.nodes)):
-            _take(v, size, sigmoids[v], d_rows[v], grads)
             at = v * width
+            _take(v, size, P + at, R + at, width // size.dags, grads)
             for k in range(0, width, step):
                 n = width - k
                 s = load_part(P + (at + k), n)
@@ -224,28 +230,39 @@ def _backward_tasks(first, last, stop, _, size, scale, sigmoids, d_rows, d_bias,
 
 
 @jit
-def _take(v, size, s, d_s, grads):
+def _take(v, size, sigmoids, grads_of_them, columns, grads):
     """The gradients of a node's sigmoids, from those of its gates."""
-    d_source, d_turned, d_mark, d_direct = grads
     H, D = size.heads, size.dags
-    columns = len(s) // D
+    S, T, M = pointer(grads.source), pointer(grads.turned), pointer(grads.mark)
+    direct, one = pointer(grads.direct) + v * H, splat(grads.source.dtype.type(1))
     for d in range(D):
-        own, to = s[d * columns : (d + 1) * columns], d_s[d * columns :]
-        edges = (v * D + d) * 2 * H
-        for h in range(H):
-            to[h] = d_direct[v * H + h]
-        for k in range(2 * H):
-            to[H + k], to[3 * H + k] = d_source[edges + k], d_mark[edges + k]
-        if size.shared:
-            to[9 * H : 10 * H] = 0
-        for k in range(4):
-            t = _turn(k, size)
-            for h in range(H if t >= 0 else 0):
-                passed = d_turned[2 * edges + k * H + h]
-                to[(5 + t) * H + h] = 2 * passed * _share(k, h, size, own)
-                if size.shared:
-                    x = passed * (2 * own[(5 + t) * H + h] - 1)
-                    to[9 * H + h] += x if _is_right(k, size) else -x
+        own, edges = sigmoids + d * columns, (v * D + d) * 2 * H
+        to = grads_of_them + d * columns
+        for h in range(0, H, lanes(S)):
+            n = H - h
+            store_part(to + h, load_part(direct + h, n), n)
+            for k in range(2):
+                at = k * H + h
+                store_part(to + (H + at), load_part(S + (edges + at), n), n)
+                store_part(to + (3 * H + at), load_part(M + (edges + at), n), n)
+            right, down = _shares(own, h, size, one)
+            of_angle = one - one
+            for k in range(4):
+                turn = _turn(k, size)
+                if turn >= 0:
+                    at, passed = (
+                        (5 + turn) * H + h,
+                        load_part(T + (2 * edges + k * H + h), n),
+                    )
+                    x = load_part(own + at, n)
+                    x = passed * (x + x - one)
+                    if _is_right(k, size):
+                        of_angle, x = of_angle + x, passed * right
+                    else:
+                        of_angle, x = of_angle - x, passed * down
+                    store_part(to + at, x + x, n)
+            if size.shared:
+                store_part(to + (9 * H + h), of_angle, n)
 
 
 _GATES = Fused("pyg_chimera.grid_gates", _composed, _fits, _forward, _backward)

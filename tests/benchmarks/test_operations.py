@@ -12,7 +12,7 @@ MOST = {
     "ChimeraPathConv": 280,
     "ChimeraGridConv": 300,
     "PLSTMConv": 200,
-    "PLSTMGridConv": 215,
+    "PLSTMGridConv": 120,
     "GatedDeltaConv": 160,
     "GraphMambaConv": 200,
     "RGLRUConv": 195,

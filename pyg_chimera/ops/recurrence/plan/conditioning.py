@@ -31,7 +31,7 @@ def has_small_sums(
     """Whether the sum of each row of |A|, or of each column, is less than a bound.
     False if an index is out of range, as it may not have been checked yet.
     """
-    weight = weight.detach().double()
+    weight = weight.double()
     if not weight.is_cpu:
         return any(bool((x < bound).all()) for x in sums(edge_index, weight, num_nodes))
     arrays = as_array(edge_index), as_array(weight)
