@@ -48,23 +48,31 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray,
         this factor. It is one for components of which all rows, or all columns, are
         diagonally dominant, as these need no pivoting.
     """
-    nodes = supernodes(symbolic)
-    heads = weight.shape[1]
-    widths, heights = nodes.widths, nodes.heights
-    sides = widths + heights
+    nodes, heads = supernodes(symbolic), weight.shape[1]
+    if factorize not in symbolic.tables:
+        symbolic.tables[factorize] = *_work_and_room(symbolic), symbolic.roots()
+    work, room, roots = symbolic.tables[factorize]
     out = np.empty((heads, nodes.panel_ptr[-1]), weight.dtype)
     growths = np.ones((len(symbolic.sizes), heads))
+    run(
+        _factor_blocks,
+        np.repeat(work, heads),
+        room,
+        np.dtype(np.float64),
+        *(roots, nodes, weight, out, growths),
+    )
+    return out, float(growths.max(initial=1.0))
+
+
+def _work_and_room(symbolic: SymbolicFactor) -> tuple[np.ndarray, int]:
+    """The cost of each block, and the numbers of scratch memory of a task."""
+    nodes = supernodes(symbolic)
+    widths, heights = nodes.widths, nodes.heights
+    sides = widths + heights
     work = (0.1 * widths * sides**2 + 20.0 * sides + 3.0 * sides**2).astype(float)
     room = sides**2 + widths * sides + widths * heights
     room = int(room.max(initial=0)) + 5 * int(symbolic.sizes.max(initial=0))
-    run(
-        _factor_blocks,
-        np.repeat(nodes.by_block(work), heads),
-        room + int(nodes.stack[0]),
-        np.dtype(np.float64),
-        *(symbolic.roots(), nodes, weight, out, growths),
-    )
-    return out, float(growths.max(initial=1.0))
+    return nodes.by_block(work), room + int(nodes.stack[0])
 
 
 @jit

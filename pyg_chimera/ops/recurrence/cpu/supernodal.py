@@ -12,6 +12,8 @@ computes only the part R X_r for leaves, and reads it; the rest of a leaf's outp
 computed in mask form, (G * Q K^T) V.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -56,21 +58,35 @@ def _tiles(nodes: Supernodes, x: Operands) -> StateTiles:
     return StateTiles.of(nodes.slots, x, room, side)
 
 
-def _costs(nodes: Supernodes, tiles: StateTiles, x: Operands) -> np.ndarray:
-    work = np.diff(nodes.panel_ptr) + 12.0 * nodes.widths
-    work = 0.03 * nodes.by_block(work) * x.query.shape[2] * tiles.width
-    return np.repeat(work, x.value.shape[1] * tiles.pieces)
+class _Sizes(NamedTuple):
+    """Of all blocks, cached in the tables of a symbolic factor."""
+
+    work: np.ndarray  #: numbers of panels and rows of states of each block
+    slots: int  #: the most of any block
+    widths: int  #: the most of any supernode
+
+    @classmethod
+    def of(cls, symbolic: SymbolicFactor) -> "_Sizes":
+        if cls not in symbolic.tables:
+            nodes = supernodes(symbolic)
+            work = nodes.by_block(np.diff(nodes.panel_ptr) + 12.0 * nodes.widths)
+            most = (int(x.max(initial=0)) for x in (nodes.slots, nodes.widths))
+            symbolic.tables[cls] = cls(work, *most)
+        return symbolic.tables[cls]
+
+    def costs(self, tiles: StateTiles, x: Operands) -> np.ndarray:
+        work = 0.03 * self.work * x.query.shape[2] * tiles.width
+        return np.repeat(work, x.value.shape[1] * tiles.pieces)
 
 
 def forward(symbolic: SymbolicFactor, panel: np.ndarray, x: Operands) -> np.ndarray:
     """The output y = H^T q, from the states H = (I - A)^-1 (k v^T)."""
     nodes, out = supernodes(symbolic), np.zeros_like(x.value)
-    tiles = _tiles(nodes, x)
-    rows = int(nodes.slots.max(initial=0) + nodes.widths.max(initial=0))
+    tiles, sizes = _tiles(nodes, x), _Sizes.of(symbolic)
     run(
         _forward_tasks,
-        _costs(nodes, tiles, x),
-        rows * tiles.keys * tiles.width,
+        sizes.costs(tiles, x),
+        (sizes.slots + sizes.widths) * tiles.keys * tiles.width,
         out.dtype,
         *(nodes, panel, x, out, tiles),
     )
@@ -86,13 +102,13 @@ def backward(
     dA_ij = <Z_i, H_j>. H is recomputed along with Z.
     """
     nodes = supernodes(symbolic)
-    tiles = _tiles(nodes, x)
+    tiles, sizes = _tiles(nodes, x), _Sizes.of(symbolic)
     d = Gradients.of(x, tiles, symbolic.num_edges)
     vector, _ = vector_lanes(x.value.dtype)
-    rows = int(2 * nodes.slots.max(initial=0) + 4 * nodes.widths.max(initial=0))
+    rows = 2 * sizes.slots + 4 * sizes.widths
     run(
         _backward_tasks,
-        3 * _costs(nodes, tiles, x),
+        3 * sizes.costs(tiles, x),
         rows * tiles.keys * tiles.width + (tiles.keys + vector) * vector,
         x.value.dtype,
         *(nodes, panel, x, d, tiles),
