@@ -119,6 +119,14 @@ def test_city_roads(shell, tmp_path):
     assert is_picture(tmp_path / "map.png")
 
 
+def test_water(shell, tmp_path):
+    pytest.importorskip("wntr")
+    printed = shell("examples/water.py")
+    for name in ("mean", "harmonic", "model"):
+        assert re.search(rf"^ky4, {name}: \d+\.\d+ m", printed, re.MULTILINE), printed
+    assert is_picture(tmp_path / "water.png")
+
+
 def test_heterogeneous(shell, tmp_path):
     printed = shell("examples/heterogeneous.py")
     for name in ("sage", "deep-sage", "hgt", "chimera"):
