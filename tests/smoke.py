@@ -86,6 +86,7 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
         "sentences",
         "recall",
         "syntax_trees",
+        "water_networks",
     ],
 )
 def test_comparison(shell, tmp_path, name):
