@@ -57,8 +57,8 @@ class SampleSensors(BaseTransform):
       demand :math:`d_i` as :math:`\mathrm{arsinh}(d_i / \bar d)`, where :math:`\bar d`
       is the mean of their absolute values; junction, tank and reservoir as one-hot.
 
-    A model whose output is :math:`\mathbf{o}` predicts the heads :obj:`sensor_mean + 10
-    * o` in metres.
+    A model whose output is :math:`\mathbf{o}` predicts the heads :math:`\bar h + 10
+    \mathbf{o}` in metres.
 
     Args:
         share (float, optional): The share of the junctions that have a sensor; at least
