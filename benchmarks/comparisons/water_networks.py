@@ -105,7 +105,7 @@ SPLITS = {
 #: `length` is the number of states in an epoch, drawn from `states` of each network.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
-        states=200, length=450, held_out=20, minutes=10.0, seeds=3, channels=64,
+        states=200, length=240, held_out=20, minutes=10.0, seeds=3, channels=64,
         epochs=None, batch_size=4, lr=RATES[0], warmup_epochs=1,
         optimizer="AdamW", weight_decay=0.01,
     ),
