@@ -16,7 +16,7 @@ import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
-from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.data import Data, Dataset
 from torch_geometric.transforms import BaseTransform
 from torch_geometric.utils import scatter
 from tqdm import trange
@@ -108,7 +108,7 @@ class SampleSensors(BaseTransform):
         return f"{self.__class__.__name__}({self.share}, seed={self.seed})"
 
 
-class WaterNetworks(InMemoryDataset):
+class WaterNetworks(Dataset):
     r"""States of water distribution networks: the heads at all junctions are to be
     found from sensors at a few, as in `"Reconstructing nodal pressures in water
     distribution systems with graph neural networks"
@@ -180,7 +180,7 @@ class WaterNetworks(InMemoryDataset):
             :obj:`SampleSensors(0.05, seed=0)`. (default: :obj:`0.05`)
         seed (int, optional): Seed of the states. (default: :obj:`0`)
         transform (callable, optional): As in
-            :class:`~torch_geometric.data.InMemoryDataset`, with sensors.
+            :class:`~torch_geometric.data.Dataset`, with sensors.
         pre_transform (callable, optional): Applied once to the graph of each network,
             which has neither heads nor sensors, such as
             :class:`~pyg_chimera.transforms.AddEliminationOrder`.
