@@ -73,10 +73,10 @@ def main(argv: list[str] | None = None) -> None:
             optimizer.step()
             schedule.step()
         print(f"epoch {epoch + 1}: last error {loss.item():.2f} m")
-    plt.figure(figsize=(12, 4))
     guesses = {"mean": lambda x: 0 * x.x, "harmonic": harmonic_interpolation}
     guesses["model"] = torch.no_grad()(lambda x: model.eval()(**model.inputs(x)))
     for network in args.test:
+        plt.figure(figsize=(12, 4), clear=True)  # that of the last is kept
         test = WaterNetworks(args.root, [network], sensors=SENSORS, **make)
         for i, (name, guess) in enumerate(guesses.items()):
             found = [errors(guess(state), state) for state in test]
