@@ -86,6 +86,7 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
         "sentences",
         "recall",
         "syntax_trees",
+        "water_networks",
     ],
 )
 def test_comparison(shell, tmp_path, name):
@@ -117,6 +118,14 @@ def test_lrgb(shell, tmp_path):
 def test_city_roads(shell, tmp_path):
     shell("examples/city_roads.py", "--out", "map.png")
     assert is_picture(tmp_path / "map.png")
+
+
+def test_water(shell, tmp_path):
+    pytest.importorskip("wntr")
+    printed = shell("examples/water.py")
+    for name in ("mean", "harmonic", "model"):
+        assert re.search(rf"^ky4, {name}: \d+\.\d+ m", printed, re.MULTILINE), printed
+    assert is_picture(tmp_path / "water.png")
 
 
 def test_heterogeneous(shell, tmp_path):

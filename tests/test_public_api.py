@@ -64,7 +64,7 @@ PUBLIC = {
     "pyg_chimera.loader": {"ClusterData", "ClusterLoader"},
     "pyg_chimera.datasets": {
         *("GeneratedPeptides", "PeptidesFunctional", "long_range_labels"),
-        *("ArrowPointing", "CityRoads"),
+        *("ArrowPointing", "CityRoads", "SampleSensors", "WaterNetworks"),
         *("ATOM_FEATURE_SIZES", "BOND_FEATURE_SIZES"),
     },
     "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},

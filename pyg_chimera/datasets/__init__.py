@@ -9,6 +9,7 @@ from pyg_chimera.datasets.peptides import (
     PeptidesFunctional,
     long_range_labels,
 )
+from pyg_chimera.datasets.water_networks import SampleSensors, WaterNetworks
 
 __all__ = [
     "ATOM_FEATURE_SIZES",
@@ -17,5 +18,7 @@ __all__ = [
     "CityRoads",
     "GeneratedPeptides",
     "PeptidesFunctional",
+    "SampleSensors",
+    "WaterNetworks",
     "long_range_labels",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.data import Data, Dataset, InMemoryDataset
 from tqdm import tqdm
 
 from pyg_chimera.ops.common.checks import check_option
@@ -59,6 +59,6 @@ class SplitDataset(InMemoryDataset):
             save_atomically(part, osp.join(self.processed_dir, f"{split}.pt"))
 
 
-def no_bars(dataset: InMemoryDataset) -> bool | None:
+def no_bars(dataset: Dataset) -> bool | None:
     """The `disable` option of tqdm: None shows bars on terminals only."""
     return None if dataset.log else True

@@ -1,0 +1,515 @@
+"""Heads in water networks, to be found from a few sensors."""
+
+import gzip
+import logging
+import os.path as osp
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from hashlib import sha256
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+from torch_geometric.data import Data, Dataset
+from torch_geometric.transforms import BaseTransform
+from torch_geometric.utils import scatter
+from tqdm import trange
+
+from pyg_chimera.datasets._common import atomic_path, no_bars
+from pyg_chimera.ops.common.checks import check_integer, check_number
+
+__all__ = ["SampleSensors", "WaterNetworks"]
+
+#: Heads in metres are divided by this in the inputs of models.
+HEAD_SCALE = 10.0
+#: Units of conductance (m³/s at a loss of 1 m), length and diameter (m) in `edge_attr`.
+UNITS = (0.01, 100.0, 0.2)
+#: The conductance of a pump or a valve, in that of the median pipe.
+JUMP = 1e-3
+#: The ranges that states are drawn from.
+DEMAND_SIGMA, DEMAND_FACTOR, SOURCE_METRES = 0.5, (0.4, 1.4), 2.0
+#: Lower pressures, in metres, are no result.
+LOWEST_PRESSURE = -200.0
+#: How often states are drawn again, if most are dropped.
+TRIES = 20
+GRAVITY, VISCOSITY = 9.81, 1.0e-6
+
+
+class SampleSensors(BaseTransform):
+    r"""Chooses junctions that have sensors, and makes the inputs of a model from what
+    these measure: no other head is in them.
+
+    Sets the attributes, for heads :obj:`y` :math:`\mathbf{h}` with the mean
+    :math:`\bar h` over the sensors,
+
+    * :obj:`sensor_mask`: bool :math:`(V)`, the junctions with sensors,
+    * :obj:`target_mask`: bool :math:`(V)`, the junctions without,
+    * :obj:`sensor_mean`: float32 :math:`(V)`, :math:`\bar h` in metres, at each node of
+      a graph the same,
+    * :obj:`x`: float32 :math:`(V, 7)`: :math:`(h_i - \bar h) / 10` at sensors and zero
+      elsewhere; one at sensors; the elevation, :math:`(e_i - \bar h) / 10`; the base
+      demand :math:`d_i` as :math:`\mathrm{arsinh}(d_i / \bar d)`, where :math:`\bar d`
+      is the mean of their absolute values; junction, tank and reservoir as one-hot.
+
+    A model whose output is :math:`\mathbf{o}` predicts the heads :math:`\bar h + 10
+    \mathbf{o}` in metres.
+
+    Args:
+        share (float, optional): The share of the junctions that have a sensor; at least
+            one has. (default: :obj:`0.05`)
+        seed (int, optional): If given, each state of a network has its own sensors,
+            always the same, as for validation and tests. With :obj:`None`, they are
+            drawn anew each time, by PyTorch's generator. (default: :obj:`None`)
+
+    Raises:
+        ValueError: If the share is not in (0, 1], or the seed is negative.
+    """
+
+    def __init__(self, share: float = 0.05, seed: int | None = None) -> None:
+        check_number("share", share)
+        if not 0 < share <= 1:
+            raise ValueError(f"'share' must be in (0, 1], got {share}")
+        self.share = share
+        self.seed = None if seed is None else check_integer("seed", seed, 0)
+
+    def forward(self, data: Data) -> Data:
+        """Sets the sensors of a graph, and the attributes that follow from them."""
+        junctions = (data.node_type == 0).nonzero().view(-1)
+        count = max(1, round(self.share * len(junctions)))
+        if self.seed is None:
+            order = torch.randperm(len(junctions))
+        else:
+            rng = np.random.default_rng([self.seed, int(data.state), len(junctions)])
+            order = torch.from_numpy(rng.permutation(len(junctions)))
+        sensors = torch.zeros(data.num_nodes, dtype=torch.bool)
+        sensors[junctions[order[:count]]] = True
+        mean = data.y[sensors].double().mean().float()
+        demand = data.demand / data.demand.abs().mean().clamp(min=1e-12)
+        columns = [
+            ((data.y - mean) / HEAD_SCALE).where(sensors, 0.0),
+            sensors.float(),
+            (data.elevation - mean) / HEAD_SCALE,
+            demand.asinh(),
+            *torch.nn.functional.one_hot(data.node_type, 3).float().unbind(dim=1),
+        ]
+        data.x = torch.stack(columns, dim=1)
+        data.sensor_mask = sensors
+        data.target_mask = (data.node_type == 0) & ~sensors
+        data.sensor_mean = mean.expand(data.num_nodes).clone()
+        return data
+
+    def __repr__(self) -> str:
+        return f"{self.__class__.__name__}({self.share}, seed={self.seed})"
+
+
+class WaterNetworks(Dataset):
+    r"""States of water distribution networks: the heads at all junctions are to be
+    found from sensors at a few, as in `"Reconstructing nodal pressures in water
+    distribution systems with graph neural networks"
+    <https://arxiv.org/abs/2104.13619>`_.
+
+    The networks are files of EPANET (:obj:`.inp`, plain or compressed as
+    :obj:`.inp.gz`), read by the package `wntr <https://usepa.github.io/WNTR>`_, which
+    some come with. States are steady states by EPANET's own library, 10 ms each for
+    1,000 nodes:
+
+    * demands of junctions are log-normal around those of the file, averaged over a day
+      (:math:`\sigma = 0.5`), times one factor for the network, uniform in [0.4, 1.4],
+    * levels of tanks are uniform between their minimum and maximum,
+    * heads of reservoirs differ from those of the file by up to 2 m, uniformly.
+
+    The controls and rules of the file do not act: links are open or closed as it
+    states, apart from check valves, control valves and pumps at their limits. States
+    that EPANET fails to solve or warns of (not balanced, disconnected, pumps or valves
+    out of their range, negative pressures where there is demand) are dropped, as are
+    those with a pressure below -200 m, and others drawn in their place; :obj:`dropped`
+    counts them. So networks whose supply is scarce keep states of small demand.
+
+    Each file is processed once, and kept with the graph once for all its states. Nodes
+    are junctions, tanks and reservoirs, edges are pipes, pumps and valves, each in both
+    directions. Closed links are left out, and nodes that no source supplies without
+    them.
+
+    The item :obj:`i * num_states + s` is state :obj:`s` of network :obj:`i`, with the
+    attributes that :class:`SampleSensors` sets, and
+
+    * :obj:`edge_index`: int64 :math:`(2, E)`; edge :math:`e + E / 2` is edge :math:`e`
+      backwards,
+    * :obj:`edge_attr`: float32 :math:`(E, 7)`, natural logarithms of the conductance in
+      10 L/s, of the length in 100 m and of the diameter in 0.2 m (zero where there is
+      none: pumps have only the rest), pipe, pump and valve as one-hot, and for links
+      that work in one direction (pumps, valves, check valves) 1 along it and -1 against
+      it,
+    * :obj:`conductance`: float32 :math:`(E)`, the flow in m³/s at which a pipe loses
+      1 m of head; at pumps and valves, where heads may jump, a thousandth of the median
+      of the pipes,
+    * :obj:`elevation`: float32 :math:`(V)`, in metres; of reservoirs, which have none,
+      the mean of their neighbours,
+    * :obj:`demand`: float32 :math:`(V)`, that of the file in m³/s, averaged over a day,
+    * :obj:`node_type`: int64 :math:`(V)`, 0 for junctions, 1 tanks and 2 reservoirs,
+    * :obj:`pos`: float32 :math:`(V, 2)`, coordinates in units of the file, NaN where it
+      has none,
+    * :obj:`y`: float32 :math:`(V)`, the heads in metres,
+    * :obj:`name` (str), that of the file, and :obj:`state` (int).
+
+    Conductances follow from the formula that the file chooses: that of Hazen and
+    Williams, :math:`h = 10.67\, L\, C^{-1.852} d^{-4.871} Q^{1.852}`, of Chezy and
+    Manning, :math:`h = 10.29\, n^2 L\, d^{-5.333} Q^2`, or of Darcy and Weisbach,
+    solved for the flow by `Swamee and Jain (1976)
+    <https://doi.org/10.1061/JYCEAJ.0004542>`_ at 20 °C.
+
+    No network is part of this package. Those of `wntr` are anonymised (Kentucky:
+    :obj:`"ky4"`, :obj:`"ky10"`) or EPANET's examples (:obj:`"Net1"`, :obj:`"Net2"`,
+    :obj:`"Net3"`, :obj:`"Net6"`), under its Revised BSD License. For other files, heed
+    their own terms.
+
+    Args:
+        root (str): Folder for processed files.
+        networks (Sequence[str]): Paths of files, or names of networks of `wntr`.
+        num_states (int, optional): The number of states of each network. (default:
+            :obj:`200`)
+        sensors (float or SampleSensors, optional): The share of the junctions with
+            sensors, which are drawn each time that an item is read, or how they are
+            chosen. For validation and tests, pass
+            :obj:`SampleSensors(0.05, seed=0)`. (default: :obj:`0.05`)
+        seed (int, optional): Seed of the states. (default: :obj:`0`)
+        transform (callable, optional): As in
+            :class:`~torch_geometric.data.Dataset`, with sensors.
+        pre_transform (callable, optional): Applied once to the graph of each network,
+            which has neither heads nor sensors, such as
+            :class:`~pyg_chimera.transforms.AddEliminationOrder`.
+        force_reload (bool, optional): Whether to process the files again.
+            (default: :obj:`False`)
+
+    Raises:
+        ImportError: If files are to be processed, or names to be looked up, without
+            `wntr` (:obj:`pip install pyg-chimera[water]`).
+        FileNotFoundError: If a network is neither a file nor known to `wntr`.
+        ValueError: If an argument is out of range, a file has no junction that a source
+            supplies, or EPANET solves too few of its states.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        networks: Sequence[str],
+        num_states: int = 200,
+        sensors: float | SampleSensors = 0.05,
+        seed: int = 0,
+        transform: Callable | None = None,
+        pre_transform: Callable | None = None,
+        force_reload: bool = False,
+    ) -> None:
+        if isinstance(networks, str) or len(networks) == 0:
+            raise ValueError(
+                f"'networks' must be a list of at least one network, got {networks!r}"
+            )
+        self.num_states = check_integer("num_states", num_states, 1)
+        self.seed = check_integer("seed", seed, 0)
+        if not isinstance(sensors, SampleSensors):
+            sensors = SampleSensors(sensors)
+        self.sensors = sensors
+        self.paths = [_find(str(network)) for network in networks]
+        self._digests = [_digest(path) for path in self.paths]
+        super().__init__(root, transform, pre_transform, force_reload=force_reload)
+        #: For each network, the graph, without heads, and its heads [V, states].
+        self.graphs: list[Data] = []
+        self.heads: list[Tensor] = []
+        #: How many states of each network were dropped.
+        self.dropped: dict[str, int] = {}
+        for path in self.processed_paths:
+            graph, heads, dropped = torch.load(path, weights_only=True)
+            self.graphs.append(Data.from_dict(graph))
+            self.heads.append(heads)
+            self.dropped[graph["name"]] = dropped
+
+    @property
+    def processed_file_names(self) -> list[str]:
+        """A file for each network, named by what it depends on."""
+        return [
+            f"{_name(path)}-{digest}-{self.num_states}-seed{self.seed}.pt"
+            for path, digest in zip(self.paths, self._digests, strict=True)
+        ]
+
+    def process(self) -> None:
+        """Draws the states of those networks that are not processed yet."""
+        files = zip(self.paths, self._digests, self.processed_paths, strict=True)
+        for path, digest, out in files:
+            if osp.exists(out) and not self.force_reload:
+                continue
+            rng = np.random.default_rng([self.seed, int(digest, 16)])
+            with TemporaryDirectory() as folder:
+                network = _read(path, folder)
+                heads, dropped = _solve(network, self.num_states, rng, no_bars(self))
+            graph = network.graph
+            if self.pre_transform is not None:
+                graph = self.pre_transform(graph)
+            with atomic_path(out) as part:
+                torch.save((graph.to_dict(), heads, dropped), part)
+
+    def len(self) -> int:
+        """The number of states of all networks."""
+        return len(self.graphs) * self.num_states
+
+    def get(self, idx: int) -> Data:
+        """A state, with its sensors."""
+        number, state = divmod(idx, self.num_states)
+        data = copy(self.graphs[number])
+        data.y = self.heads[number][:, state].clone()
+        data.state = state
+        return self.sensors(data)
+
+
+# Files -------------------------------------------------------------------------------
+
+
+def _wntr() -> Any:
+    try:
+        import wntr
+    except ImportError as error:
+        if error.name != "wntr":
+            raise
+        raise ImportError(
+            "WaterNetworks needs the package 'wntr': pip install pyg-chimera[water]"
+        ) from error
+    return wntr
+
+
+def _name(path: str) -> str:
+    return osp.basename(path).removesuffix(".gz").removesuffix(".inp")
+
+
+def _content(path: str) -> bytes:
+    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+        return file.read()
+
+
+def _digest(path: str) -> str:
+    return sha256(_content(path)).hexdigest()[:10]
+
+
+def _find(network: str) -> str:
+    """The path of a network, given or known to `wntr`."""
+    if osp.isfile(network):
+        return network
+    if network != _name(network):
+        raise FileNotFoundError(
+            f"There is no file {network}: pass the path of an .inp file of EPANET"
+        )
+    library = _wntr().library.ModelLibrary()
+    if network not in library.model_name_list:
+        raise FileNotFoundError(
+            f"There is no network {network!r}: pass the path of an .inp file of "
+            f"EPANET, or one of those of wntr, {sorted(library.model_name_list)}"
+        )
+    return library.get_filepath(network)
+
+
+class _Network(NamedTuple):
+    """A network as EPANET reads it, and its graph. Lengths are in metres."""
+
+    path: str  #: of a file in units of L/s, without controls
+    names: list[str]  #: of all nodes of the file
+    kept: np.ndarray  #: which of them are nodes of the graph, [V]
+    graph: Data
+
+
+def _read(path: str, folder: str) -> _Network:
+    """Reads a file, and writes it again as the states need it."""
+    wntr = _wntr()
+    plain = osp.join(folder, "read.inp")
+    with open(plain, "wb") as file:
+        file.write(_content(path))
+    with _quiet():
+        model = wntr.network.WaterNetworkModel(plain)
+        expected = wntr.metrics.average_expected_demand(model)
+        for name in list(model.control_name_list):
+            model.remove_control(name)
+        # One demand for each junction, in place of several with patterns.
+        model.add_pattern("unchanged", [1.0])
+        for name, junction in model.junctions():
+            junction.demand_timeseries_list.clear()
+            junction.add_demand(float(expected[name]), "unchanged")
+        model.options.hydraulic.demand_multiplier = 1.0
+        model.options.time.pattern_start = 0
+        written = osp.join(folder, "written.inp")
+        wntr.network.write_inpfile(model, written, units="LPS")
+    names = list(model.node_name_list)
+    kept, graph = _graph(model, names, expected, _name(path))
+    return _Network(written, names, kept, graph)
+
+
+def _graph(
+    model: Any, names: list[str], expected: Any, title: str
+) -> tuple[np.ndarray, Data]:
+    """The nodes that are supplied, and the graph of open links between them."""
+    index = {name: i for i, name in enumerate(names)}
+    nodes = [model.get_node(name) for name in names]
+    kinds = ["Junction", "Tank", "Reservoir"]
+    node_type = np.array([kinds.index(node.node_type) for node in nodes])
+    links = [link for _, link in model.links() if link.initial_status.name != "Closed"]
+    ends = np.array(
+        [(index[x.start_node_name], index[x.end_node_name]) for x in links], int
+    ).reshape(-1, 2)
+    adjacency = coo_array((np.ones(len(ends)), ends.T), (len(names), len(names)))
+    _, part = connected_components(adjacency, directed=False)
+    supplied = np.isin(part, part[node_type > 0])
+    if not (supplied & (node_type == 0)).any():
+        raise ValueError(
+            f"'networks': no open link leads from a tank or reservoir to a junction of "
+            f"{title}, so it has no heads"
+        )
+    kept = np.flatnonzero(supplied)
+    links = [x for x, end in zip(links, ends, strict=True) if supplied[end[0]]]
+    ends = np.searchsorted(kept, ends[supplied[ends[:, 0]]])
+
+    formula = model.options.hydraulic.headloss
+    rows = np.array([_describe(link, formula) for link in links]).reshape(-1, 7)
+    pipe = rows[:, 3] == 1
+    typical = np.median(rows[pipe, 0]) if pipe.any() else UNITS[0]
+    conductance = np.where(pipe, rows[:, 0], JUMP * typical)
+    rows[:, :3] = np.log(rows[:, :3] / UNITS)
+    edge_attr = torch.from_numpy(rows).repeat(2, 1)
+    edge_attr[len(links) :, 6] *= -1
+    one_way = torch.from_numpy(ends.T.copy()).long()
+    edge_index = torch.cat([one_way, one_way.flip(0)], dim=1)
+
+    nodes = [nodes[i] for i in kept]
+    types = torch.from_numpy(node_type[kept])
+    heights = torch.tensor([getattr(x, "elevation", 0.0) for x in nodes]).double()
+    source, target = edge_index[:, types[edge_index[0]] < 2]
+    around = scatter(heights[source], target, dim_size=len(nodes), reduce="mean")
+    pos = torch.tensor([x.coordinates for x in nodes]).float().view(-1, 2)
+    demand = [float(expected.get(names[i], 0.0)) for i in kept]
+    return kept, Data(
+        edge_index=edge_index,
+        edge_attr=edge_attr.float(),
+        conductance=torch.from_numpy(conductance).repeat(2).float(),
+        elevation=torch.where(types == 2, around, heights).float(),
+        demand=torch.tensor(demand).float(),
+        node_type=types,
+        pos=pos if pos.any() else pos * torch.nan,
+        num_nodes=len(nodes),
+        name=title,
+    )
+
+
+def _describe(link: Any, formula: str) -> list[float]:
+    """Conductance, length, diameter, whether pipe, pump or valve, and direction."""
+    kind = link.link_type
+    diameter = getattr(link, "diameter", UNITS[2])
+    one_hot = [float(kind == name) for name in ("Pipe", "Pump", "Valve")]
+    if kind != "Pipe":
+        return [*UNITS[:2], diameter or UNITS[2], *one_hot, 1.0]
+    flow = _flow(formula, link.length, diameter, link.roughness)
+    return [flow, link.length, diameter, *one_hot, float(link.check_valve)]
+
+
+def _flow(formula: str, length: float, diameter: float, roughness: float) -> float:
+    """The flow in m³/s at which a pipe loses a metre, in SI units."""
+    if formula == "H-W":
+        loss = 10.67 * length * roughness**-1.852 * diameter**-4.871
+        return loss ** (-1 / 1.852)
+    if formula == "C-M":
+        return (10.29 * roughness**2 * length) ** -0.5 * diameter**2.6667
+    slope = GRAVITY * diameter / length
+    rough = roughness / (3.7 * diameter)
+    smooth = 1.78 * VISCOSITY / (diameter * slope**0.5)
+    return -0.965 * diameter**2 * slope**0.5 * float(np.log(rough + smooth))
+
+
+# States ------------------------------------------------------------------------------
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what `wntr` says about each file and each state."""
+    loggers = [logging.getLogger(f"wntr{x}") for x in ("", ".epanet", ".network")]
+    loggers += [logging.getLogger(f"wntr.epanet.{x}") for x in ("toolkit", "io")]
+    before = [x.level for x in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _solve(
+    network: _Network, num_states: int, rng: np.random.Generator, no_bar: bool | None
+) -> tuple[Tensor, int]:
+    """Heads [V, states] in metres, and how many states were dropped."""
+    _wntr()
+    from wntr.epanet.exceptions import EpanetException
+    from wntr.epanet.toolkit import ENepanet
+    from wntr.epanet.util import EN
+
+    graph, folder = network.graph, osp.dirname(network.path)
+    epanet = ENepanet(network.path, osp.join(folder, "rpt"), osp.join(folder, "bin"))
+    heads: list[np.ndarray] = []
+    tries = 0
+    with _quiet():
+        epanet.ENopen()
+        number = [epanet.ENgetnodeindex(network.names[i]) for i in network.kept]
+
+        def values(which: Any, code: int) -> np.ndarray:
+            return np.array([epanet.ENgetnodevalue(number[i], code) for i in which])
+
+        types = graph.node_type.numpy()
+        junctions, tanks, reservoirs = (np.flatnonzero(types == x) for x in range(3))
+        base = values(junctions, EN.BASEDEMAND)
+        low, high = values(tanks, EN.MINLEVEL), values(tanks, EN.MAXLEVEL)
+        sources = values(reservoirs, EN.ELEVATION)
+        elevation = graph.elevation.numpy()[junctions]
+
+        def draw() -> np.ndarray | None:
+            """The heads of a random state, None if it is to be dropped."""
+            factor = rng.uniform(*DEMAND_FACTOR)
+            demand = factor * base * rng.lognormal(0, DEMAND_SIGMA, len(base))
+            shift = rng.uniform(-SOURCE_METRES, SOURCE_METRES, len(sources))
+            for which, code, drawn in (
+                (junctions, EN.BASEDEMAND, demand),
+                (tanks, EN.TANKLEVEL, rng.uniform(low, high)),
+                (reservoirs, EN.ELEVATION, sources + shift),
+            ):
+                for i, value in zip(which, drawn, strict=True):
+                    epanet.ENsetnodevalue(number[i], code, float(value))
+            try:
+                epanet.ENinitH(10)  # flows start anew: no state depends on the last
+                epanet.ENrunH()
+            except EpanetException:
+                return None
+            if epanet.errcode != 0:  # a warning; the next call replaces it
+                return None
+            found = values(range(len(number)), EN.HEAD)
+            lowest = (found[junctions] - elevation).min()
+            fine = np.isfinite(found).all() and lowest > LOWEST_PRESSURE
+            return found if fine else None
+
+        try:
+            epanet.ENopenH()
+            for _ in trange(num_states, desc=graph.name, disable=no_bar):
+                state = None
+                while state is None:
+                    if tries == TRIES * num_states:
+                        raise ValueError(
+                            f"'networks': EPANET solves only {len(heads)} of {tries} "
+                            f"states of {graph.name} without a warning. Check its "
+                            "demands and pumps, or leave it out"
+                        )
+                    state, tries = draw(), tries + 1
+                heads.append(state)
+            epanet.ENcloseH()
+        finally:
+            epanet.ENclose()
+    stacked = torch.from_numpy(np.stack(heads, axis=1)).float()
+    return stacked, tries - num_states

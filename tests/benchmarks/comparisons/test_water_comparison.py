@@ -1,0 +1,130 @@
+"""The protocol by which models of water networks are compared."""
+
+import json
+
+import common
+import pytest
+import torch
+from torch_geometric.data import Batch
+
+from pyg_chimera.datasets import SampleSensors, WaterNetworks
+
+pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
+import water  # the example
+import water_networks as compared
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch):
+    monkeypatch.setattr(common, "draw_curves", lambda *_: None)
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Runs the comparison in one folder, on few states of small networks."""
+
+    def call(*argv):
+        argv = ("--smoke", "--device", "cpu", "--out", str(tmp_path / "out"), *argv)
+        argv += ("--processed-root", str(tmp_path))
+        return compared.run(compared.get_args(list(argv)))
+
+    return call
+
+
+def small(tmp_path, network="Net3"):
+    sensors = SampleSensors(0.1, seed=0)
+    return WaterNetworks(str(tmp_path), [network], num_states=2, sensors=sensors)
+
+
+@pytest.mark.parametrize("arm", compared.ARMS)
+def test_models_have_one_size(arm):
+    ours = compared.sizes("chimera", 64, 64)
+    size = common.count_parameters(compared.build_model("chimera", 64, *ours))
+    for option in compared.ARMS[arm][1]:
+        model = compared.build_model(arm, option, *compared.sizes(arm, option, 64))
+        assert common.count_parameters(model) == pytest.approx(size, rel=0.02)
+
+
+def test_no_network_is_on_two_sides():
+    for train, val, test in compared.SPLITS.values():
+        names = (*train, *val, *test)
+        assert len(names) == len(set(names))
+    train, val, test = compared.SPLITS["default"]
+    assert (len(train), len(val), len(test)) == (9, 2, 6)
+    assert not any(name.startswith("ky") for name in compared.FOREIGN)
+
+
+@pytest.mark.parametrize("network", ["Net1", "Net3", "ky4"])
+def test_harmonic_interpolation_is_a_resolvent(tmp_path, network):
+    """By SciPy, as in this comparison, and as in the example."""
+    for data in small(tmp_path, network):
+        found = compared.harmonic_interpolation(data)
+        assert torch.allclose(found, water.harmonic_interpolation(data), atol=1e-4)
+        assert torch.equal(found[data.sensor_mask, 0], data.x[data.sensor_mask, 0])
+
+
+def test_graphs_count_alike_in_the_error(tmp_path):
+    graphs = [small(tmp_path, name)[0] for name in ("Net1", "Net3")]
+    batch = Batch.from_data_list(graphs)
+    shift = torch.where(batch.batch == 0, 0.1, 0.3)
+    out = (batch.y - batch.sensor_mean) / 10 + shift
+    task = compared.get_task()
+    task.metrics["mae"].update(*task.rows(out[:, None], batch)["mae"])
+    assert task.metrics["mae"].compute().item() == pytest.approx(2, abs=1e-3)
+    assert task.loss(out[:, None], batch) > 2.5  # most junctions are in the second
+
+
+def test_an_epoch_is_drawn_from_all_states(tmp_path):
+    drawn = compared.DrawnStates(small(tmp_path), 20)
+    assert len(drawn) == 20
+    assert {drawn[0].state for _ in range(20)} == {0, 1}
+
+
+def test_the_best_in_the_search_is_trained_with_seeds(tmp_path, monkeypatch):
+    names = list(compared.searches("gat"))
+    scores = dict(zip(names, (3.0, float("nan"), 1.0, 2.0), strict=True))
+    monkeypatch.setattr(
+        compared, "read", lambda out, name: {"best": {"val_mae": scores[name]}}
+    )
+    args = compared.get_args(["--out", str(tmp_path), "--minutes", "5"])
+    runs = list(compared.plan(args, ["gat"]))
+    assert [name for name, _ in runs[:4]] == names
+    assert {changes["minutes"] for _, changes in runs[:4]} == {1.0}
+    assert [changes for _, changes in runs[4:]] == [
+        {"arm": "gat", "option": 20, "lr": 1e-3, "seed": seed} for seed in range(3)
+    ]
+
+
+def test_arms_come_in_any_order(call, tmp_path, capsys):
+    first = call("--arms", "mlp")
+    assert list(first["rows"]) == ["mean", "harmonic", "mlp"]
+    both = call("--arms", "chebyshev", "--resume")
+    assert list(both["rows"]) == ["mean", "harmonic", "chebyshev", "mlp"]
+    assert both["rows"]["mlp"] == first["rows"]["mlp"]
+    row = both["rows"]["mlp"]
+    assert (row["seeds"], row["steps"]) == (1, 2)
+    assert {"val", "Net2", "Net2_std", "depth", "lr", "parameters"} <= set(row)
+    search = tmp_path / "out" / "mlp" / "search-depth-2-lr-0.001" / "results.json"
+    assert "Net2_mae" not in json.loads(search.read_text())["best"]
+    capsys.readouterr()
+    call("--status")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 * len(compared.ARMS)
+    for line in lines:
+        done = line.startswith(("mlp/", "chebyshev/"))
+        assert ("validation" in line) == done
+        assert line.endswith("missing") != done
+
+
+def test_a_rate_that_is_too_high_ends_no_campaign(call, monkeypatch):
+    real = compared.fit
+
+    def fit(own, *args):
+        if own.lr == 3e-3:
+            compared.open_run(own)
+            raise FloatingPointError("the loss is nan in epoch 1")
+        return real(own, *args)
+
+    monkeypatch.setattr(compared, "fit", fit)
+    row = call("--arms", "mlp")["rows"]["mlp"]
+    assert row["lr"] == 1e-3

@@ -1,0 +1,391 @@
+import gzip
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.loader import DataLoader
+from torch_geometric.utils import scatter
+
+from pyg_chimera.datasets import SampleSensors, WaterNetworks, water_networks
+from pyg_chimera.transforms import AddEliminationOrder
+
+pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
+
+#: Two loops, j1-j2-j3-j4 and j3-j4-j5-j6; a pump from the reservoir, a check valve,
+#: and j8, which only a closed pipe leads to. j2 has two demands, one with a pattern.
+TINY = """
+[JUNCTIONS]
+ j1 10 0
+ j2 12 5
+ j3 11 4
+ j4 9 6
+ j5 8 3
+ j6 13 2
+ j7 14 1
+ j8 10 0
+[RESERVOIRS]
+ source 20
+[TANKS]
+ tank 45 3 1 6 12 0
+[PIPES]
+ p12 j1 j2 500 250 120 0 Open
+ p23 j2 j3 400 200 110 0 Open
+ p34 j3 j4 300 200 110 0 Open
+ p41 j4 j1 450 250 120 0 Open
+ p45 j4 j5 350 150 100 0 Open
+ p56 j5 j6 300 150 100 0 Open
+ p63 j6 j3 250 150 100 0 Open
+ p67 j7 j6 200 150 100 0 CV
+ pt j7 tank 100 300 130 0 Open
+ p78 j7 j8 100 100 100 0 Closed
+[PUMPS]
+ pump source j1 HEAD curve
+[DEMANDS]
+ j2 3 double
+ j2 2
+[PATTERNS]
+ double 1 3
+[CURVES]
+ curve 25 35
+[CONTROLS]
+ LINK pump CLOSED AT TIME 0
+[TIMES]
+ Duration 2:00
+ Pattern Timestep 1:00
+[OPTIONS]
+ Units LPS
+ Headloss H-W
+[COORDINATES]
+ j1 0 0
+ j2 1 0
+[END]
+"""
+NODES = ["j1", "j2", "j3", "j4", "j5", "j6", "j7", "source", "tank"]
+LINKS = 10
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.inp"
+    path.write_text(TINY)
+    return str(path)
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(*paths, **kwargs):
+        options = {"num_states": 5, "sensors": SampleSensors(0.3, seed=0)} | kwargs
+        return WaterNetworks(str(tmp_path / "root"), list(paths), **options)
+
+    return load
+
+
+def links_of(data):
+    """The links between the nodes by name, as wntr orders them."""
+    order = {0: "junctions", 1: "tank", 2: "source"}
+    names, seen = [], 0
+    for kind in data.node_type.tolist():
+        seen += kind == 0
+        names.append(f"j{seen}" if kind == 0 else order[kind])
+    return [(names[a], names[b]) for a, b in data.edge_index.t().tolist()]
+
+
+def test_the_graph(load, tiny):
+    dataset = load(tiny)
+    assert len(dataset) == 5
+    data = dataset[2]
+    assert data.name == "tiny"
+    assert data.state == 2
+    assert data.node_type.bincount().tolist() == [7, 1, 1]  # j8 is cut off
+    links = links_of(data)
+    assert len(links) == 2 * LINKS
+    assert [(b, a) for a, b in links[:LINKS]] == links[LINKS:]
+    ends = {frozenset(link) for link in links}
+    assert {frozenset(x) for x in [("source", "j1"), ("j7", "tank")]} <= ends
+    assert all("j8" not in link for link in links)
+    kinds = data.edge_attr[:LINKS, 3:6].sum(0).tolist()
+    assert kinds == [9, 1, 0]
+    along = dict(zip(links, data.edge_attr[:, 6].tolist(), strict=True))
+    assert along["source", "j1"] == along["j7", "j6"] == 1
+    assert along["j1", "source"] == along["j6", "j7"] == -1
+    assert sum(map(abs, along.values())) == 4
+    for key in ("y", "elevation", "demand", "conductance", "edge_attr", "x", "pos"):
+        assert data[key].dtype == torch.float32
+        assert data[key].isfinite().all()
+    assert data.validate()
+
+
+def test_edges_are_described(load, tiny):
+    data = load(tiny)[0]
+    (at,) = (i for i, x in enumerate(links_of(data)) if x == ("j1", "j2"))
+    # Hazen and Williams, as in the manual of EPANET
+    loss = 10.67 * 500 / 120**1.852 / 0.25**4.871
+    flow = loss ** (-1 / 1.852)
+    expected = [np.log(flow / 0.01), np.log(5.0), np.log(0.25 / 0.2), 1, 0, 0, 0]
+    assert np.allclose(data.edge_attr[at], expected, atol=1e-5)
+    assert data.conductance[at].item() == pytest.approx(flow, rel=1e-5)
+    pump = data.edge_attr[:, 4] == 1
+    median = data.conductance[:LINKS][~pump[:LINKS]].median()
+    assert np.allclose(data.conductance[pump], median / 1000)
+    assert np.allclose(data.edge_attr[pump, :3], 0)
+
+
+def test_demands_are_means_over_a_day(load, tiny):
+    data = load(tiny)[0]
+    # 3 L/s times a pattern of mean 2, and 2 L/s
+    assert np.allclose(1000 * data.demand[1], 8, atol=1e-4)
+    assert np.allclose(1000 * data.demand[data.node_type > 0], 0)
+
+
+def test_flows_are_balanced(load, tiny, monkeypatch):
+    """By heads and conductances: an oracle that knows nothing of EPANET."""
+    monkeypatch.setattr(water_networks, "DEMAND_SIGMA", 0)  # one factor for all
+    factors = []
+    for data in load(tiny):
+        source, target = data.edge_index
+        fall = (data.y[source] - data.y[target]).double()
+        flow = data.conductance * fall.sign() * fall.abs() ** (1 / 1.852)
+        flow[data.edge_attr[:, 4] == 1] = 0  # a pump
+        flow[flow * data.edge_attr[:, 6] < 0] = 0  # back through the check valve
+        arrives = scatter(flow, target, dim_size=data.num_nodes)
+        drawn, demand = arrives[1:7], data.demand[1:7]  # not j1, where the pump is
+        factors.append((drawn.sum() / demand.sum()).item())
+        assert np.allclose(drawn, factors[-1] * demand, atol=3e-5)
+    assert min(factors) >= 0.4
+    assert max(factors) <= 1.4
+    assert max(factors) - min(factors) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("formula", "roughness"), [("H-W", 110.0), ("C-M", 0.012), ("D-W", 0.5)]
+)
+def test_a_pipe_loses_one_metre(load, tmp_path, monkeypatch, formula, roughness):
+    """At its conductance, by EPANET's own formulas."""
+    meters = roughness / 1000 if formula == "D-W" else roughness
+    flow = water_networks._flow(formula, 300.0, 0.2, meters)
+    (tmp_path / "pipe.inp").write_text(
+        f"[JUNCTIONS]\n a 0 {1000 * flow}\n[RESERVOIRS]\n r 50\n[OPTIONS]\n Units LPS\n"
+        f" Headloss {formula}\n[PIPES]\n p r a 300 200 {roughness} 0 Open\n[END]\n"
+    )
+    for name, value in (
+        ("DEMAND_SIGMA", 0),
+        ("DEMAND_FACTOR", (1, 1)),
+        ("SOURCE_METRES", 0),
+    ):
+        monkeypatch.setattr(water_networks, name, value)
+    data = load(str(tmp_path / "pipe.inp"))[0]
+    assert data.conductance[0].item() == pytest.approx(flow, rel=1e-5)
+    assert (data.y.max() - data.y.min()).item() == pytest.approx(1, abs=0.02)
+
+
+def test_us_units_are_converted(load, tiny, tmp_path):
+    text = TINY.replace("Units LPS", "Units GPM")
+    (tmp_path / "feet.inp").write_text(text)
+    feet, metres = load(str(tmp_path / "feet.inp"))[0], load(tiny)[0]
+    assert np.allclose(feet.elevation, 0.3048 * metres.elevation, atol=1e-4)
+    tank = feet.node_type == 1
+    assert 0.3048 * 46 <= feet.y[tank].item() <= 0.3048 * 51
+    assert 46 <= metres.y[tank].item() <= 51
+
+
+def test_states_vary(load, tiny):
+    dataset = load(tiny, num_states=40)
+    heads = torch.stack([data.y for data in dataset])
+    assert (heads.std(dim=0) > 0.05).all()
+    types = dataset[0].node_type
+    levels = heads[:, types == 1] - 45
+    assert levels.min() >= 1
+    assert levels.max() <= 6
+    assert levels.max() - levels.min() > 3
+    sources = heads[:, types == 2] - 20
+    assert sources.abs().max() <= 2
+    assert sources.max() - sources.min() > 2
+
+
+def test_no_head_but_those_of_sensors_is_in_the_inputs(load, tiny):
+    data = load(tiny)[3]
+    other = data.clone()
+    other.y = torch.where(
+        data.sensor_mask, data.y, data.y + torch.randn(data.num_nodes)
+    )
+    SampleSensors(0.3, seed=0)(other)
+    assert torch.equal(other.sensor_mask, data.sensor_mask)
+    for key in set(data.keys()) - {"y"}:
+        same = data[key] == other[key]
+        assert same if isinstance(same, bool) else same.all(), key
+    assert (data.x[~data.sensor_mask, 0] == 0).all()
+
+
+def test_a_reservoirs_head_is_not_its_elevation(load, tiny, tmp_path):
+    (tmp_path / "high.inp").write_text(TINY.replace("source 20", "source 31"))
+    low, high = load(tiny)[0], load(str(tmp_path / "high.inp"))[0]
+    assert torch.equal(low.elevation, high.elevation)
+    assert low.elevation[low.node_type == 2].item() == 10  # that of j1
+
+
+def test_sensors(load, tiny):
+    data = load(tiny, sensors=SampleSensors(0.3, seed=0))[1]
+    at = data.sensor_mask
+    assert at.sum() == 2
+    assert (data.node_type[at] == 0).all()
+    assert torch.equal(data.target_mask, (data.node_type == 0) & ~at)
+    assert np.allclose(data.sensor_mean, data.y[at].mean())
+    heads = data.sensor_mean + 10 * data.x[:, 0]
+    assert np.allclose(heads[at], data.y[at], atol=1e-4)
+    assert torch.equal(data.x[:, 1], at.float())
+    above = data.sensor_mean + 10 * data.x[:, 2]
+    assert np.allclose(above, data.elevation, atol=1e-4)
+    demand = data.x[:, 3].sinh() * data.demand.mean()
+    assert np.allclose(demand, data.demand, atol=1e-6)
+    assert torch.equal(data.x[:, 4:].argmax(dim=1), data.node_type)
+
+
+def test_sensors_are_drawn_anew_or_fixed(load, tiny):
+    def drawn(dataset):
+        masks = [torch.stack([x.sensor_mask for x in dataset]) for _ in range(2)]
+        return masks[0], masks[1]
+
+    fixed = drawn(load(tiny, num_states=10))
+    assert torch.equal(*fixed)
+    assert len(fixed[0].unique(dim=0)) > 1  # by state
+    other = drawn(load(tiny, num_states=10, sensors=SampleSensors(0.3, seed=1)))
+    assert not torch.equal(fixed[0], other[0])
+    anew = drawn(load(tiny, num_states=10, sensors=0.3))
+    assert not torch.equal(*anew)
+    assert "0.3, seed=1" in repr(SampleSensors(0.3, seed=1))
+
+
+def test_at_least_one_sensor(load, tiny):
+    assert load(tiny, sensors=0.01)[0].sensor_mask.sum() == 1
+    assert load(tiny, sensors=1)[0].target_mask.sum() == 0
+
+
+def test_files_are_kept(load, tiny, tmp_path, monkeypatch):
+    first = load(tiny)
+    (path,) = first.processed_paths
+    y = first[4].y
+    assert Path(path).stat().st_size < 20_000
+    monkeypatch.setattr(water_networks, "_read", None)  # not read again
+    assert torch.equal(load(tiny)[4].y, y)
+    packed = tmp_path / "tiny.inp.gz"
+    packed.write_bytes(gzip.compress(TINY.encode()))
+    assert load(str(packed)).processed_paths == [path]  # of the same contents
+    monkeypatch.undo()
+    assert not torch.equal(load(tiny, seed=1)[4].y, y)
+    (tmp_path / "tiny.inp").write_text(TINY.replace("j7 14 1", "j7 14 2"))
+    assert load(tiny).processed_paths != [path]
+    Path(path).unlink()
+    assert torch.equal(load(str(packed))[4].y, y)  # a function of the seed
+
+
+def test_reload(load, tiny):
+    (path,) = load(tiny).processed_paths
+    before = Path(path).stat().st_mtime_ns
+    load(tiny)
+    assert Path(path).stat().st_mtime_ns == before
+    load(tiny, force_reload=True)
+    assert Path(path).stat().st_mtime_ns > before
+
+
+def test_states_do_not_depend_on_other_networks(load, tiny):
+    alone = load(tiny)[2].y
+    dataset = load("Net1", tiny, force_reload=True)
+    assert [data.name for data in dataset] == ["Net1"] * 5 + ["tiny"] * 5
+    assert torch.equal(dataset[7].y, alone)
+    assert torch.equal(dataset[5:][2].y, alone)
+
+
+def test_batches(load, tiny, tmp_path):
+    (tmp_path / "nowhere.inp").write_text(TINY.replace("j2 1 0", "j2 0 0"))
+    nowhere = str(tmp_path / "nowhere.inp")
+    dataset = load(tiny, nowhere, pre_transform=AddEliminationOrder())
+    assert dataset[5].pos.isnan().all()
+    batch = next(iter(DataLoader(dataset, 10)))
+    assert batch.num_graphs == 10
+    for key in ("x", "y", "elimination_rank", "sensor_mean", "target_mask"):
+        assert len(batch[key]) == batch.num_nodes
+    assert batch.state.tolist() == [0, 1, 2, 3, 4] * 2
+
+
+def test_a_transform_sees_sensors(load, tiny):
+    def count(data):
+        data.count = int(data.sensor_mask.sum())
+        return data
+
+    assert load(tiny, transform=count)[0].count == 2
+
+
+def test_states_are_dropped_and_counted(load, tmp_path):
+    scarce = tmp_path / "scarce.inp"
+    scarce.write_text(TINY.replace("j5 8 3", "j5 8 60"))
+    dataset = load(str(scarce), num_states=20)
+    assert dataset.dropped["scarce"] > 0
+    assert load(str(scarce), num_states=20).dropped == dataset.dropped
+    for data in dataset:
+        asks = (data.demand > 0) & (data.node_type == 0)
+        assert (data.y >= data.elevation)[asks].all()
+    scarce.write_text(TINY.replace("j5 8 3", "j5 8 900"))
+    with pytest.raises(
+        ValueError, match=r"EPANET solves only 0 of 400 states of scarce"
+    ):
+        load(str(scarce), num_states=20)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"networks": []}, "'networks' must be a list of at least one"),
+        ({"networks": "tiny.inp"}, "'networks' must be a list of at least one"),
+        ({"num_states": 0}, "'num_states' must be"),
+        ({"seed": -1}, "'seed' must be"),
+        ({"sensors": 0.0}, r"'share' must be in \(0, 1\]"),
+        ({"sensors": 1.5}, r"'share' must be in \(0, 1\]"),
+    ],
+)
+def test_rejects(tmp_path, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        WaterNetworks(str(tmp_path), **({"networks": ["Net1"]} | kwargs))
+
+
+def test_missing_networks(load):
+    with pytest.raises(FileNotFoundError, match=r"no file nowhere\.inp: pass the path"):
+        load("nowhere.inp")
+    with pytest.raises(FileNotFoundError, match=r"no network 'ky99': .*'Net1'"):
+        load("ky99")
+
+
+def test_nothing_is_supplied(load, tmp_path):
+    (tmp_path / "dry.inp").write_text(
+        "[JUNCTIONS]\n a 0 1\n b 0 1\n[RESERVOIRS]\n r 50\n[OPTIONS]\n Units LPS\n"
+        "[PIPES]\n p r a 300 200 100 0 Closed\n q a b 300 200 100 0 Open\n[END]\n"
+    )
+    with pytest.raises(ValueError, match=r"no open link leads .* junction of dry"):
+        load(str(tmp_path / "dry.inp"))
+
+
+def test_without_wntr(load, tiny, monkeypatch):
+    load(tiny)
+    monkeypatch.setitem(sys.modules, "wntr", None)
+    assert len(load(tiny)) == 5  # processed before
+    for paths, kwargs in ((["Net1"], {}), ([tiny], {"seed": 7})):
+        with pytest.raises(ImportError, match=r"pip install pyg-chimera\[water\]"):
+            load(*paths, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "edges"),
+    [("ky2", 815, 2250), ("Balerma", 447, 908), ("L-TOWN", 785, 1818)],
+)
+def test_real_networks(shared_data, load, name, nodes, edges):
+    path = shared_data / "water" / f"{name}.inp.gz"
+    if not path.exists():
+        pytest.skip(f"there is no {path}")
+    dataset = load(str(path), sensors=SampleSensors(0.05, seed=0))
+    data = dataset[0]
+    assert (data.num_nodes, data.num_edges) == (nodes, edges)
+    assert data.sensor_mask.sum() == round(0.05 * int((data.node_type == 0).sum()))
+    pressure = (data.y - data.elevation)[data.demand > 0]
+    assert pressure.min() >= 0
+    assert dataset.dropped[name] < 20
