@@ -22,6 +22,7 @@ from torch_geometric.utils import scatter
 from tqdm import trange
 
 from pyg_chimera.datasets._common import atomic_path, no_bars
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_integer, check_number
 
 __all__ = ["SampleSensors", "WaterNetworks"]
@@ -464,12 +465,12 @@ def _solve(
         def values(which: Any, code: int) -> np.ndarray:
             return np.array([epanet.ENgetnodevalue(number[i], code) for i in which])
 
-        types = graph.node_type.numpy()
+        types = as_array(graph.node_type)
         junctions, tanks, reservoirs = (np.flatnonzero(types == x) for x in range(3))
         base = values(junctions, EN.BASEDEMAND)
         low, high = values(tanks, EN.MINLEVEL), values(tanks, EN.MAXLEVEL)
         sources = values(reservoirs, EN.ELEVATION)
-        elevation = graph.elevation.numpy()[junctions]
+        elevation = as_array(graph.elevation)[junctions]
 
         def draw() -> np.ndarray | None:
             """The heads of a random state, None if it is to be dropped."""
