@@ -250,10 +250,8 @@ def _take(v, size, sigmoids, grads_of_them, columns, grads):
             for k in range(4):
                 turn = _turn(k, size)
                 if turn >= 0:
-                    at, passed = (
-                        (5 + turn) * H + h,
-                        load_part(T + (2 * edges + k * H + h), n),
-                    )
+                    at = (5 + turn) * H + h
+                    passed = load_part(T + (2 * edges + k * H + h), n)
                     x = load_part(own + at, n)
                     x = passed * (x + x - one)
                     if _is_right(k, size):

@@ -93,8 +93,8 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         )
         heads = self.heads
         # Gates of a node in an orientation: direct, source, mark, decay, angle.
-        turns, angle = (4, heads) if mode == "P" else (3, 0)
-        biased = [heads, 2 * heads, 2 * heads, turns * heads, angle]
+        self._layout = Layout(heads, mode == "P", self.normalization == "column")
+        biased = self._layout.kinds
         self.add_parameters(num_dags, biased, sum(biased))
         self.num_dags = num_dags
         channels = 2 * heads * self.state_channels + self.out_channels
@@ -145,6 +145,4 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""
         (rows,) = projected(x, (self.lin_gate,))
-        by_column = self.normalization == "column"
-        layout = Layout(self.heads, self.mode == "P", by_column)
-        return grid_gates(rows, self.gate_bias, layout)
+        return grid_gates(rows, self.gate_bias, self._layout)
