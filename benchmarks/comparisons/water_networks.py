@@ -11,10 +11,7 @@ plain or compressed: ``ky1`` to ``ky14``, ``L-TOWN``, ``KL``, ``Richmond_standar
     python benchmarks/comparisons/water_networks.py --root data/water --resume \
         --arms chimera gps
 
-Every arm has the same search: two learning rates times two values of its own most
-important option, each trained for a fifth of ``--minutes`` of processor time; the best
-on validation networks is trained for all of them, with three seeds. All have about as
-many parameters as three blocks of GatedGCN and Chimera of width 64, by their widths.
+Arms, with the option that each searches (see ``protocol.py``):
 
 * ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; reach
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
@@ -24,76 +21,35 @@ many parameters as three blocks of GatedGCN and Chimera of width 64, by their wi
 * ``mlp``: a network of each node alone, which knows the mean of the sensors; depth
 
 Beside them are the mean of the sensors and harmonic interpolation, without learning.
-Each run is a folder below ``--out``. Runs can be stopped (Ctrl-C, ``--time-limit``) and
-continued with ``--resume``, and arms be added in any order.
 """
 
-import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from functools import cache, partial
-from itertools import product
-from math import ceil, inf, isnan, nan
+from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, pstdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
-from common import (
-    LAST,
-    RESULTS,
-    Task,
-    count_parameters,
-    epochs_within,
-    fit,
-    fit_all,
-    main,
-    make_parser,
-    match_size,
-    open_run,
-    parse,
-    planned_epochs,
-    positive_float,
-    positive_int,
-)
-from json_files import write_json
+from common import Task, main, make_parser, parse
+from protocol import RATES, SHARED_ARMS, Study, build_layer
 from scipy.sparse import coo_array, diags_array
 from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
-from torch.nn import LayerNorm, Linear, Module, ReLU, Sequential
+from torch.nn import Module
 from torch.utils.data import Dataset
-from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
-from torch_geometric.nn import ChebConv, GATConv
+from torch_geometric.nn import ChebConv
 from torch_geometric.transforms import AddRandomWalkPE, Compose
 from torchmetrics import MeanMetric
 
 from pyg_chimera.datasets import SampleSensors, WaterNetworks
-from pyg_chimera.nn import (
-    ChimeraConv,
-    GatedGCNConv,
-    GPSLayer,
-    GraphModel,
-    RandomWalkEncoder,
-    SelfAttention,
-)
+from pyg_chimera.nn import GPSLayer, GraphModel, RandomWalkEncoder
 from pyg_chimera.transforms import AddEliminationOrder
 
-#: The own option of each arm, and its two values.
-ARMS: dict[str, tuple[str, tuple[Any, Any]]] = {
-    "chimera": ("reach", (64, 256)),
-    "gated-gcn": ("depth", (10, 20)),
-    "gps": ("encodings", ("none", "random-walk")),
-    "gat": ("depth", (10, 20)),
-    "chebyshev": ("order", (24, 120)),
-    "mlp": ("depth", (2, 4)),
-}
-RATES = (1e-3, 3e-3)
-#: The share of the time that a run of the search takes.
-SEARCH = 0.2
+ARMS = SHARED_ARMS | {"chebyshev": ("order", (24, 120))}
 WALK = 16
 KENTUCKY = ("ky1", "ky2", "ky3", "ky4", "ky5", "ky7", "ky8", "ky10", "ky11")
 FOREIGN = ("L-TOWN", "KL", "Richmond_standard", "Balerma")
@@ -203,44 +159,31 @@ UNTRAINED: dict[str, Callable[[Data], Tensor]] = {
 }
 
 
+def untrained(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of what does not learn."""
+    return {
+        arm: {
+            f"{name}_mae": mean(float(errors(guess(x), x).mean()) for x in data[name])
+            for name in data
+            if name != "train"
+        }
+        for arm, guess in UNTRAINED.items()
+    }
+
+
 # Models --------------------------------------------------------------------------
-
-
-class Alone(Module):
-    """A residual feed-forward network of each node."""
-
-    def __init__(self, channels: int, hidden: int) -> None:
-        super().__init__()
-        net = Linear(channels, hidden), ReLU(), Linear(hidden, channels)
-        self.net = Sequential(LayerNorm(channels), *net)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return x + self.net(x)
 
 
 def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
-    local = arm in ("chimera", "gated-gcn", "gps")
-    edge_dim = channels if local or arm == "gat" else None
+    wide = arm in ("chimera", "gated-gcn", "gps", "gat")
     depth = option if ARMS[arm][0] == "depth" else 3
 
     def layer(_: int) -> Module:
-        if arm == "mlp":
-            return Alone(channels, hidden)
-        conv: Module = GatedGCNConv(channels, channels, edge_dim)
-        mixer: Module | None = None
-        if arm == "chimera":
-            mixer = ChimeraConv(
-                channels, heads=4, state_channels=16, edge_dim=channels,
-                reach=(4, option),
-            )  # fmt: skip
-        elif arm == "gps":
-            mixer = SelfAttention(channels, 4)
-        elif arm == "gat":
-            conv = GATConv(channels, channels // 4, heads=4, edge_dim=channels)
-        elif arm == "chebyshev":
+        if arm == "chebyshev":
             conv = ChebConv(channels, channels, option)
-        return GPSLayer(channels, conv, mixer, norm_first=True, mlp_channels=hidden)
+            return GPSLayer(channels, conv, norm_first=True, mlp_channels=hidden)
+        return build_layer(arm, option, channels, hidden)
 
     structure = {"chimera": {"rank": "elimination_rank"}}
     structure["chebyshev"] = {"edge_weight": "conductance"}
@@ -251,7 +194,7 @@ def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel
         1,
         layer,
         depth,
-        edge_dim=None if edge_dim is None else 7,
+        edge_dim=7 if wide else None,
         head="node",
         norm="graph_batch_norm",
         structure=structure.get(arm),
@@ -259,38 +202,16 @@ def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel
     )
 
 
-@cache
-def sizes(arm: str, option: Any, channels: int) -> tuple[int, int]:
-    """The width, and that of feed-forward networks, with which a model has about as
-    many parameters as ours with `channels`. Deep models are narrower.
-    """
-    if arm == "chimera":
-        return channels, 2 * channels
-    with torch.random.fork_rng([]):  # weights depend on the seed alone
-        ours = build_model("chimera", 64, channels, 2 * channels)
-        target = count_parameters(ours)
-        for width in range(channels, 0, -8):  # for heads and encodings
-            model = build_model(arm, option, width, width)
-            if count_parameters(model) <= target:
-                break
-        models = partial(build_model, arm, option, width)
-        return width, match_size(models, target, range(width, 32 * channels))
-
-
 # Runs ----------------------------------------------------------------------------
+
+
+STUDY = Study(ARMS, build_model, get_task, get_datasets, untrained)
 
 
 def get_args(argv: list[str] | None = None) -> Namespace:
     """The command line, completed by a recipe."""
     parser = make_parser(__doc__, ["default"], root=".", processed=True)
-    add = parser.add_argument
-    add("--arms", choices=ARMS, nargs="+", default=list(ARMS), metavar="ARM",
-        help=f"of {', '.join(ARMS)}; default: all")  # fmt: skip
-    add("--minutes", type=positive_float,
-        help="of processor time for each run, unless --epochs is given; default: 10"
-    )  # fmt: skip
-    add("--seeds", type=positive_int, help="default: 3")
-    add("--status", action="store_true", help="only list what is missing in --out")
+    STUDY.add_arguments(parser)
 
     def recipe(args: Namespace) -> dict[str, Any]:
         preset = args.preset or "default"
@@ -301,123 +222,5 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-def searches(arm: str) -> dict[str, dict[str, Any]]:
-    """The runs by which the learning rate and the option of an arm are chosen."""
-    name, values = ARMS[arm]
-    return {
-        f"{arm}/search-{name}-{option}-lr-{lr:g}": dict(arm=arm, option=option, lr=lr)
-        for option, lr in product(values, RATES)
-    }
-
-
-def finals(args: Namespace, arm: str) -> list[str]:
-    return [f"{arm}/seed-{args.seed + seed}" for seed in range(args.seeds)]
-
-
-def read(out: Path, name: str) -> dict[str, Any]:
-    """The results so far of a run; none if it has not begun."""
-    path = out / name / RESULTS
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def plan(args: Namespace, arms: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs and what they change; those with seeds depend on the search."""
-    for arm in arms:
-        found = searches(arm)
-        for name, changes in found.items():
-            short = None if args.minutes is None else SEARCH * args.minutes
-            yield name, changes | {"minutes": short}
-        scores = {x: read(args.out, x)["best"]["val_mae"] for x in found}
-        best = min(scores, key=lambda x: inf if isnan(scores[x]) else scores[x])
-        for number, name in enumerate(finals(args, arm)):
-            yield name, found[best] | {"seed": args.seed + number}
-
-
-def status(args: Namespace) -> str:
-    """What is finished, begun and missing."""
-    lines = []
-    for arm in ARMS:
-        for name in (*searches(arm), *finals(args, arm)):
-            found = read(args.out, name)
-            text = "missing"
-            if "best" in found:
-                text = f"validation {found['best']['val_mae']:.3g} m"
-            elif found:
-                begun = found.get("epochs_done", 0)
-                text = f"{begun} of {found['config']['epochs']} epochs"
-            lines.append(f"{name:45} {text}")
-    return "\n".join(lines)
-
-
-def tabulate(args: Namespace) -> dict[str, dict[str, Any]]:
-    """A row for each arm that is finished, in metres: mean and deviation of seeds."""
-    rows: dict[str, dict[str, Any]] = {}
-    for arm in ARMS:
-        runs = [read(args.out, name) for name in finals(args, arm)]
-        found = [run for run in runs if "best" in run]
-        if not found:
-            continue
-        config, steps = found[0]["config"], ceil(args.length / args.batch_size)
-        rows[arm] = {
-            "parameters": found[0]["parameters"],
-            ARMS[arm][0]: config["option"],
-            "lr": config["lr"],
-            "seeds": len(found),
-            "steps": round(steps * mean(run["epochs_done"] for run in found)),
-        }
-        for name in ("val", *SPLITS[args.preset][2]):
-            values = [run["best"][f"{name}_mae"] for run in found]
-            rows[arm] |= {name: mean(values), f"{name}_std": pstdev(values)}
-    return rows
-
-
-def untrained(data: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The rows of what does not learn."""
-    return {
-        arm: {
-            name: mean(float(errors(guess(x), x).mean()) for x in data[name])
-            for name in data
-            if name != "train"
-        }
-        for arm, guess in UNTRAINED.items()
-    }
-
-
-def run(args: Namespace) -> dict[str, Any]:
-    """Trains according to the command line and returns the results."""
-    arms, asked = list(dict.fromkeys(args.arms)), args.status
-    del args.arms, args.status  # a run that is resumed may have others
-    if asked:
-        print(status(args))
-        return {"stopped_by": None}
-    open_run(args)  # before states are computed
-    data = get_datasets(args)
-    given = untrained(data)
-
-    def train(own: Namespace) -> dict[str, Any]:
-        if "search" in own.out.name:  # no network to test on has a say
-            sets = {name: data[name] for name in ("train", "val")}
-        else:
-            sets = data
-        width, hidden = sizes(own.arm, own.option, own.channels)
-        seed_everything(own.seed)
-        model = build_model(own.arm, own.option, width, hidden)
-        estimate = partial(epochs_within, own.minutes, model, get_task(), own, sets)
-        own.epochs = planned_epochs(own, estimate)
-        title = f"{own.out.relative_to(args.out)}, {own.epochs} epochs"
-        try:
-            found = fit(own, model, get_task(), lambda: sets, title)
-        except FloatingPointError as error:  # a rate too high for an arm is a result
-            best = {f"{name}_mae": nan for name in sets if name != "train"}
-            found = read(own.out.parent, own.out.name) | {"best": best}
-            found["problem"] = str(error)
-            write_json(own.out / RESULTS, found)
-        if "best" in found:
-            (own.out / LAST).unlink(missing_ok=True)
-        return found
-
-    return fit_all(args, plan(args, arms), train, lambda _: given | tabulate(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main(run, get_args()))
+    sys.exit(main(STUDY.run, get_args()))

@@ -3,6 +3,7 @@
 import json
 
 import common
+import protocol
 import pytest
 import torch
 from torch_geometric.data import Batch
@@ -26,7 +27,7 @@ def call(tmp_path):
     def call(*argv):
         argv = ("--smoke", "--device", "cpu", "--out", str(tmp_path / "out"), *argv)
         argv += ("--processed-root", str(tmp_path))
-        return compared.run(compared.get_args(list(argv)))
+        return compared.STUDY.run(compared.get_args(list(argv)))
 
     return call
 
@@ -38,10 +39,12 @@ def small(tmp_path, network="Net3"):
 
 @pytest.mark.parametrize("arm", compared.ARMS)
 def test_models_have_one_size(arm):
-    ours = compared.sizes("chimera", 64, 64)
+    ours = compared.STUDY.sizes("chimera", 64, 64)
     size = common.count_parameters(compared.build_model("chimera", 64, *ours))
     for option in compared.ARMS[arm][1]:
-        model = compared.build_model(arm, option, *compared.sizes(arm, option, 64))
+        model = compared.build_model(
+            arm, option, *compared.STUDY.sizes(arm, option, 64)
+        )
         assert common.count_parameters(model) == pytest.approx(size, rel=0.02)
 
 
@@ -81,13 +84,13 @@ def test_an_epoch_is_drawn_from_all_states(tmp_path):
 
 
 def test_the_best_in_the_search_is_trained_with_seeds(tmp_path, monkeypatch):
-    names = list(compared.searches("gat"))
+    names = list(compared.STUDY.searches("gat"))
     scores = dict(zip(names, (3.0, float("nan"), 1.0, 2.0), strict=True))
     monkeypatch.setattr(
-        compared, "read", lambda out, name: {"best": {"val_mae": scores[name]}}
+        protocol, "read", lambda out, name: {"best": {"val_mae": scores[name]}}
     )
     args = compared.get_args(["--out", str(tmp_path), "--minutes", "5"])
-    runs = list(compared.plan(args, ["gat"]))
+    runs = list(compared.STUDY.plan(args, ["gat"]))
     assert [name for name, _ in runs[:4]] == names
     assert {changes["minutes"] for _, changes in runs[:4]} == {1.0}
     assert [changes for _, changes in runs[4:]] == [
@@ -99,11 +102,13 @@ def test_arms_come_in_any_order(call, tmp_path, capsys):
     first = call("--arms", "mlp")
     assert list(first["rows"]) == ["mean", "harmonic", "mlp"]
     both = call("--arms", "chebyshev", "--resume")
-    assert list(both["rows"]) == ["mean", "harmonic", "chebyshev", "mlp"]
+    assert list(both["rows"]) == ["mean", "harmonic", "mlp", "chebyshev"]
     assert both["rows"]["mlp"] == first["rows"]["mlp"]
     row = both["rows"]["mlp"]
     assert (row["seeds"], row["steps"]) == (1, 2)
-    assert {"val", "Net2", "Net2_std", "depth", "lr", "parameters"} <= set(row)
+    assert {"val_mae", "Net2_mae", "Net2_mae_std", "depth", "lr", "parameters"} <= set(
+        row
+    )
     search = tmp_path / "out" / "mlp" / "search-depth-2-lr-0.001" / "results.json"
     assert "Net2_mae" not in json.loads(search.read_text())["best"]
     capsys.readouterr()
@@ -112,19 +117,19 @@ def test_arms_come_in_any_order(call, tmp_path, capsys):
     assert len(lines) == 5 * len(compared.ARMS)
     for line in lines:
         done = line.startswith(("mlp/", "chebyshev/"))
-        assert ("validation" in line) == done
+        assert ("val_mae" in line) == done
         assert line.endswith("missing") != done
 
 
 def test_a_rate_that_is_too_high_ends_no_campaign(call, monkeypatch):
-    real = compared.fit
+    real = protocol.fit
 
     def fit(own, *args):
         if own.lr == 3e-3:
-            compared.open_run(own)
+            common.open_run(own)
             raise FloatingPointError("the loss is nan in epoch 1")
         return real(own, *args)
 
-    monkeypatch.setattr(compared, "fit", fit)
+    monkeypatch.setattr(protocol, "fit", fit)
     row = call("--arms", "mlp")["rows"]["mlp"]
     assert row["lr"] == 1e-3

@@ -1,0 +1,272 @@
+"""A comparison in which every model has the same search, time and size.
+
+Each arm has a learning rate and an option of its own, with two values each: four runs,
+for a fifth of the time, select on validation graphs. The best is trained for all of it,
+with several seeds. Time is the processor's. All have about as many parameters as three
+blocks of GatedGCN and Chimera: other models are wider or narrower.
+
+Each run is a folder below ``--out``. Runs can be stopped (Ctrl-C, ``--time-limit``) and
+continued with ``--resume``, and arms be added in any order.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from math import ceil, inf, isnan, nan
+from pathlib import Path
+from statistics import mean, pstdev
+from typing import Any
+
+import torch
+from common import (
+    LAST,
+    RESULTS,
+    Task,
+    count_parameters,
+    epochs_within,
+    fit,
+    fit_all,
+    match_size,
+    open_run,
+    planned_epochs,
+    positive_float,
+    positive_int,
+)
+from json_files import write_json
+from torch import Tensor
+from torch.nn import LayerNorm, Linear, Module, ReLU, Sequential
+from torch_geometric import seed_everything
+from torch_geometric.nn import GATConv
+
+from pyg_chimera.nn import (
+    ChimeraConv,
+    GatedGCNConv,
+    GPSLayer,
+    GraphModel,
+    SelfAttention,
+)
+
+#: Those of the search, and the share of the time that a run of it takes.
+RATES = (1e-3, 3e-3)
+SEARCH = 0.2
+#: The arm whose size all have.
+OURS = "chimera"
+
+Arms = dict[str, tuple[str, tuple[Any, Any]]]
+Rows = dict[str, dict[str, Any]]
+
+#: Those of `build_layer`, with the values of their options.
+SHARED_ARMS: Arms = {
+    OURS: ("reach", (64, 256)),
+    "gated-gcn": ("depth", (10, 20)),
+    "gps": ("encodings", ("none", "random-walk")),
+    "gat": ("depth", (10, 20)),
+    "mlp": ("depth", (2, 4)),
+}
+
+
+# Models --------------------------------------------------------------------------
+
+
+class Alone(Module):
+    """A residual feed-forward network of each node."""
+
+    def __init__(self, channels: int, hidden: int) -> None:
+        super().__init__()
+        net = Linear(channels, hidden), ReLU(), Linear(hidden, channels)
+        self.net = Sequential(LayerNorm(channels), *net)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x + self.net(x)
+
+
+def build_layer(arm: str, option: Any, channels: int, hidden: int) -> Module:
+    """A layer of the arms that studies share: ``chimera`` (its option is the reach),
+    ``gated-gcn``, ``gps``, ``gat`` and ``mlp``. All but the last two have features of
+    edges as wide as those of nodes.
+    """
+    if arm == "mlp":
+        return Alone(channels, hidden)
+    conv: Module = GatedGCNConv(channels, channels, channels)
+    mixer: Module | None = None
+    if arm == "chimera":
+        mixer = ChimeraConv(
+            channels, heads=4, state_channels=16, edge_dim=channels, reach=(4, option)
+        )
+    elif arm == "gps":
+        mixer = SelfAttention(channels, 4)
+    elif arm == "gat":
+        conv = GATConv(channels, channels // 4, heads=4, edge_dim=channels)
+    return GPSLayer(channels, conv, mixer, norm_first=True, mlp_channels=hidden)
+
+
+# Runs ----------------------------------------------------------------------------
+
+
+def read(out: Path, name: str) -> dict[str, Any]:
+    """The results so far of a run; none if it has not begun."""
+    path = out / name / RESULTS
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def finals(args: Namespace, arm: str) -> list[str]:
+    """The runs with seeds."""
+    return [f"{arm}/seed-{args.seed + seed}" for seed in range(args.seeds)]
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """What is compared.
+
+    Args:
+        arms: The own option of each arm, and its two values.
+        build: A model, by arm, option, width, and width of feed-forward networks.
+        task: The metrics are those of the table; the first one selects.
+        load: The data sets ``train``, ``val``, and those to test on.
+        untrained: The rows of what does not learn, from all data sets.
+    """
+
+    arms: Arms
+    build: Callable[[str, Any, int, int], GraphModel]
+    task: Callable[[], Task]
+    load: Callable[[Namespace], dict[str, Any]]
+    untrained: Callable[[dict[str, Any]], Rows] = lambda _: {}
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Adds what the command lines of all studies have."""
+        add = parser.add_argument_group("study").add_argument
+        add("--arms", choices=self.arms, nargs="+", default=list(self.arms),
+            metavar="ARM", help=f"of {', '.join(self.arms)}; default: all")  # fmt: skip
+        add("--minutes", type=positive_float,
+            help="of processor time for each run, unless --epochs is given; default: 10"
+        )  # fmt: skip
+        add("--seeds", type=positive_int, help="default: 3")
+        add("--status", action="store_true", help="only list what is missing in --out")
+
+    @cache  # noqa: B019, as a study lasts as long as its script
+    def sizes(self, arm: str, option: Any, channels: int) -> tuple[int, int]:
+        """The width, and that of feed-forward networks, with which a model has about as
+        many parameters as ours with `channels`. Deep models are narrower.
+        """
+        if arm == OURS:
+            return channels, 2 * channels
+        with torch.random.fork_rng([]):  # weights depend on the seed alone
+            ours = self.build(OURS, self.arms[OURS][1][0], channels, 2 * channels)
+            target = count_parameters(ours)
+            for width in range(channels, 0, -8):  # for heads and encodings
+                model = self.build(arm, option, width, width)
+                if count_parameters(model) <= target:
+                    break
+            models = partial(self.build, arm, option, width)
+            return width, match_size(models, target, range(width, 32 * channels))
+
+    def searches(self, arm: str) -> dict[str, dict[str, Any]]:
+        """The runs by which the learning rate and the option of an arm are chosen."""
+        name, values = self.arms[arm]
+        return {
+            f"{arm}/search-{name}-{option}-lr-{lr:g}": {
+                "arm": arm,
+                "option": option,
+                "lr": lr,
+            }
+            for option, lr in product(values, RATES)
+        }
+
+    def plan(
+        self, args: Namespace, arms: list[str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Runs and what they change; those with seeds depend on the search."""
+        task = self.task()
+        key = f"val_{next(iter(task.metrics))}"
+        sign = 1 if task.mode == "min" else -1
+        for arm in arms:
+            found = self.searches(arm)
+            for name, changes in found.items():
+                short = None if args.minutes is None else SEARCH * args.minutes
+                yield name, changes | {"minutes": short}
+            scores = {x: sign * read(args.out, x)["best"][key] for x in found}
+            best = min(scores, key=lambda x: inf if isnan(scores[x]) else scores[x])
+            for number, name in enumerate(finals(args, arm)):
+                yield name, found[best] | {"seed": args.seed + number}
+
+    def status(self, args: Namespace) -> str:
+        """What is finished, begun and missing."""
+        key, lines = f"val_{next(iter(self.task().metrics))}", []
+        for arm in self.arms:
+            for name in (*self.searches(arm), *finals(args, arm)):
+                found = read(args.out, name)
+                text = "missing"
+                if "best" in found:
+                    text = f"{key} {found['best'][key]:.3g}"
+                elif found:
+                    begun = found.get("epochs_done", 0)
+                    text = f"{begun} of {found['config']['epochs']} epochs"
+                lines.append(f"{name:45} {text}")
+        return "\n".join(lines)
+
+    def tabulate(self, args: Namespace, data: dict[str, Any]) -> Rows:
+        """A row for each arm that is finished: mean and deviation of its seeds."""
+        steps = ceil(len(data["train"]) / args.batch_size)
+        names = [name for name in data if name != "train"]
+        metrics = self.task().metrics
+        rows: Rows = {}
+        for arm in self.arms:
+            runs = [read(args.out, name) for name in finals(args, arm)]
+            found = [run for run in runs if "best" in run]
+            if not found:
+                continue
+            config = found[0]["config"]
+            rows[arm] = {
+                "parameters": found[0]["parameters"],
+                self.arms[arm][0]: config["option"],
+                "lr": config["lr"],
+                "seeds": len(found),
+                "steps": round(steps * mean(run["epochs_done"] for run in found)),
+            }
+            for name, metric in product(names, metrics):
+                key = f"{name}_{metric}"
+                values = [run["best"][key] for run in found]
+                rows[arm] |= {key: mean(values), f"{key}_std": pstdev(values)}
+        return rows
+
+    def run(self, args: Namespace) -> dict[str, Any]:
+        """Trains according to the command line and returns the results."""
+        arms, asked = list(dict.fromkeys(args.arms)), args.status
+        del args.arms, args.status  # a run that is resumed may have others
+        if asked:
+            print(self.status(args))
+            return {"stopped_by": None}
+        open_run(args)  # before data are made
+        data = self.load(args)
+        given = self.untrained(data)
+
+        def train(own: Namespace) -> dict[str, Any]:
+            if "search" in own.out.name:  # no graph to test on has a say
+                sets = {name: data[name] for name in ("train", "val")}
+            else:
+                sets = data
+            width, hidden = self.sizes(own.arm, own.option, own.channels)
+            seed_everything(own.seed)
+            model, task = self.build(own.arm, own.option, width, hidden), self.task()
+            estimate = partial(epochs_within, own.minutes, model, task, own, sets)
+            own.epochs = planned_epochs(own, estimate)
+            title = f"{own.out.relative_to(args.out)}, {own.epochs} epochs"
+            try:
+                found = fit(own, model, task, lambda: sets, title)
+            except FloatingPointError as error:  # a rate too high is a result
+                keys = product(list(sets)[1:], task.metrics)
+                best = {f"{name}_{metric}": nan for name, metric in keys}
+                found = read(own.out.parent, own.out.name) | {"best": best}
+                found["problem"] = str(error)
+                write_json(own.out / RESULTS, found)
+            if "best" in found:
+                (own.out / LAST).unlink(missing_ok=True)
+            return found
+
+        def table(_: Rows) -> Rows:
+            return given | self.tabulate(args, data)
+
+        return fit_all(args, self.plan(args, arms), train, table)
