@@ -44,8 +44,9 @@ def harmonic_interpolation(data: Data) -> torch.Tensor:
 
 
 def errors(out: torch.Tensor, data: Data) -> torch.Tensor:
-    """In metres, where there is no sensor; outputs are in tens of metres."""
-    return (data.sensor_mean + 10 * out[:, 0] - data.y).abs()[data.target_mask]
+    """In metres, where there is no sensor."""
+    heads = data.sensor_mean + data.sensor_scale * out[:, 0]
+    return (heads - data.y).abs()[data.target_mask]
 
 
 def main(argv: list[str] | None = None) -> None:

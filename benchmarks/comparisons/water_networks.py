@@ -118,8 +118,9 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
 
 
 def errors(out: Tensor, data: Data) -> Tensor:
-    """In metres, at junctions without sensors; outputs are in tens of metres."""
-    return (data.sensor_mean + 10 * out[:, 0] - data.y).abs()[data.target_mask]
+    """In metres, at junctions without sensors."""
+    heads = data.sensor_mean + data.sensor_scale * out[:, 0]
+    return (heads - data.y).abs()[data.target_mask]
 
 
 def get_task() -> Task:

@@ -27,8 +27,10 @@ from pyg_chimera.ops.common.checks import check_integer, check_number
 
 __all__ = ["SampleSensors", "WaterNetworks"]
 
-#: Heads in metres are divided by this in the inputs of models.
-HEAD_SCALE = 10.0
+#: Elevations in metres are divided by this in the inputs of models.
+ELEVATION_SCALE = 10.0
+#: Heads are divided by their deviation at sensors, of at least so many metres.
+LEAST_SCALE = 0.5
 #: Units of conductance (m³/s at a loss of 1 m), length and diameter (m) in `edge_attr`.
 UNITS = (0.01, 100.0, 0.2)
 #: The conductance of a pump or a valve, in that of the median pipe.
@@ -47,19 +49,20 @@ class SampleSensors(BaseTransform):
     these measure: no other head is in them.
 
     Sets the attributes, for heads :obj:`y` :math:`\mathbf{h}` with the mean
-    :math:`\bar h` over the sensors,
+    :math:`\bar h` and the standard deviation :math:`\sigma` over the sensors,
 
     * :obj:`sensor_mask`: bool :math:`(V)`, the junctions with sensors,
     * :obj:`target_mask`: bool :math:`(V)`, the junctions without,
     * :obj:`sensor_mean`: float32 :math:`(V)`, :math:`\bar h` in metres, at each node of
-      a graph the same,
-    * :obj:`x`: float32 :math:`(V, 7)`: :math:`(h_i - \bar h) / 10` at sensors and zero
-      elsewhere; one at sensors; the elevation, :math:`(e_i - \bar h) / 10`; the base
+      a graph the same, and :obj:`sensor_scale`, :math:`\sigma`, at least 0.5 m,
+    * :obj:`x`: float32 :math:`(V, 7)`: :math:`(h_i - \bar h) / \sigma` at sensors and
+      zero elsewhere; one at sensors; the elevation, :math:`(e_i - \bar h) / 10`; the base
       demand :math:`d_i` as :math:`\mathrm{arsinh}(d_i / \bar d)`, where :math:`\bar d`
       is the mean of their absolute values; junction, tank and reservoir as one-hot.
 
-    A model whose output is :math:`\mathbf{o}` predicts the heads :math:`\bar h + 10
-    \mathbf{o}` in metres.
+    A model whose output is :math:`\mathbf{o}` predicts the heads :math:`\bar h +
+    \sigma \mathbf{o}` in metres: networks differ in heads by 1 to 50 m, and unseen ones
+    would otherwise have inputs that no other has.
 
     Args:
         share (float, optional): The share of the junctions that have a sensor; at least
@@ -90,19 +93,22 @@ class SampleSensors(BaseTransform):
             order = torch.from_numpy(rng.permutation(len(junctions)))
         sensors = torch.zeros(data.num_nodes, dtype=torch.bool)
         sensors[junctions[order[:count]]] = True
-        mean = data.y[sensors].double().mean().float()
+        measured = data.y[sensors].double()
+        mean = measured.mean().float()
+        scale = measured.std(correction=0).clamp(min=LEAST_SCALE).float()
         demand = data.demand / data.demand.abs().mean().clamp(min=1e-12)
         columns = [
-            ((data.y - mean) / HEAD_SCALE).where(sensors, 0.0),
+            ((data.y - mean) / scale).where(sensors, 0.0),
             sensors.float(),
-            (data.elevation - mean) / HEAD_SCALE,
+            (data.elevation - mean) / ELEVATION_SCALE,
             demand.asinh(),
             *torch.nn.functional.one_hot(data.node_type, 3).float().unbind(dim=1),
         ]
         data.x = torch.stack(columns, dim=1)
         data.sensor_mask = sensors
         data.target_mask = (data.node_type == 0) & ~sensors
-        data.sensor_mean = mean.expand(data.num_nodes).clone()
+        data.sensor_mean = mean.repeat(data.num_nodes)
+        data.sensor_scale = scale.repeat(data.num_nodes)
         return data
 
     def __repr__(self) -> str:

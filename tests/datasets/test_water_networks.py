@@ -232,7 +232,8 @@ def test_sensors(load, tiny):
     assert (data.node_type[at] == 0).all()
     assert torch.equal(data.target_mask, (data.node_type == 0) & ~at)
     assert np.allclose(data.sensor_mean, data.y[at].mean())
-    heads = data.sensor_mean + 10 * data.x[:, 0]
+    assert np.allclose(data.sensor_scale, max(0.5, data.y[at].std(correction=0)))
+    heads = data.sensor_mean + data.sensor_scale * data.x[:, 0]
     assert np.allclose(heads[at], data.y[at], atol=1e-4)
     assert torch.equal(data.x[:, 1], at.float())
     above = data.sensor_mean + 10 * data.x[:, 2]

@@ -32,7 +32,8 @@ def by_scipy(data):
 
 
 def interpolated(data):
-    return data.sensor_mean + 10 * water.harmonic_interpolation(data)[:, 0]
+    heads = water.harmonic_interpolation(data)[:, 0]
+    return data.sensor_mean + data.sensor_scale * heads
 
 
 def load(root, network):
@@ -59,9 +60,10 @@ def test_harmonic_interpolation_of_real_networks(shared_data, tmp_path, name):
 
 def test_errors_are_in_metres(tmp_path):
     data = load(tmp_path, "Net1")[0]
-    exact = (data.y - data.sensor_mean).view(-1, 1) / 10
+    exact = ((data.y - data.sensor_mean) / data.sensor_scale).view(-1, 1)
     assert water.errors(exact, data).max() < 1e-4
-    assert np.allclose(water.errors(exact + 0.3, data), 3, atol=1e-4)
+    shifted = exact + 3 / data.sensor_scale.view(-1, 1)
+    assert np.allclose(water.errors(shifted, data), 3, atol=1e-4)
     assert len(water.errors(exact, data)) == data.target_mask.sum()
 
 
