@@ -380,7 +380,12 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     elif len(x):
         L = inverse(A)
         p.solved(weight, L.detach().max())
-    write = plain[:, 3] if p.normalization == "released" else softplus(gates[:, 3])
+    if p.normalization == "released":
+        write = plain[:, 3]
+    elif gates.size(1) == 3:  # tied
+        write = 1 - A.sum(2).t()
+    else:
+        write = softplus(gates[:, 3])
     y = mixed(p, L, query, key, write.unsqueeze(2) * value)
     out = chimera_block(p, y, x, value)
     if "log_sums.lin_out.weight" not in p:

@@ -56,9 +56,10 @@ class SampleSensors(BaseTransform):
     * :obj:`sensor_mean`: float32 :math:`(V)`, :math:`\bar h` in metres, at each node of
       a graph the same, and :obj:`sensor_scale`, :math:`\sigma`, at least 0.5 m,
     * :obj:`x`: float32 :math:`(V, 7)`: :math:`(h_i - \bar h) / \sigma` at sensors and
-      zero elsewhere; one at sensors; the elevation, :math:`(e_i - \bar h) / 10`; the base
-      demand :math:`d_i` as :math:`\mathrm{arsinh}(d_i / \bar d)`, where :math:`\bar d`
-      is the mean of their absolute values; junction, tank and reservoir as one-hot.
+      zero elsewhere; one at sensors; the elevation, :math:`(e_i - \bar h) / 10`; the
+      base demand :math:`d_i` as :math:`\mathrm{arsinh}(d_i / \bar d)`, where
+      :math:`\bar d` is the mean of their absolute values; junction, tank and reservoir
+      as one-hot.
 
     A model whose output is :math:`\mathbf{o}` predicts the heads :math:`\bar h +
     \sigma \mathbf{o}` in metres: networks differ in heads by 1 to 50 m, and unseen ones

@@ -70,6 +70,23 @@ def chimera_transition(
     Raises:
         ValueError: If shapes disagree, or :obj:`gamma` is out of range.
     """
+    given = edge_index, num_nodes, target, source, psi, edge
+    return transition_and_rest(*given, gamma, dtype)[0]
+
+
+def transition_and_rest(
+    edge_index: Tensor,
+    num_nodes: int,
+    target: Tensor,
+    source: Tensor,
+    psi: Tensor,
+    edge: Tensor | None,
+    gamma: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    r"""The weights of :func:`chimera_transition`, and what those of a row leave of one,
+    :math:`1 - \sum_j A_{ij}`, [V, H], without the error of a difference.
+    """
     if not 0 < gamma <= 1:
         raise ValueError(f"'gamma' must be in (0, 1], got {gamma}")
     nodes = {"target": target, "source": source, "psi": psi}

@@ -36,9 +36,9 @@ def edge_softmax(
     gamma: float,
     margin: float,
     dtype: torch.dtype,
-) -> Tensor:
-    r"""The weights of edges, [E, H], in a dtype: with the sum :math:`s_i` of
-    :math:`a_{ij}` over the edges into node i,
+) -> tuple[Tensor, Tensor]:
+    r"""The weights of edges, [E, H], and what those of a row leave of one, [V, H], in a
+    dtype: with the sum :math:`s_i` of :math:`a_{ij}` over the edges into node i,
 
     .. math::
         A_{ij} = \gamma \frac{a_{ij}}{s_i + \sqrt{\exp(-2 \Psi_i) + (m s_i)^2}},
@@ -49,8 +49,10 @@ def edge_softmax(
     """
     wide = torch.promote_types(dtype, torch.float32)
     given = edge_index, target, source, psi, edge
-    weight = _SOFTMAX(given, _Options(float(gamma), margin, wide))
-    return weight if weight.dtype == dtype else weight.to(dtype)
+    weight, rest = _SOFTMAX(given, _Options(float(gamma), margin, wide))
+    return (
+        (weight, rest) if weight.dtype == dtype else (weight.to(dtype), rest.to(dtype))
+    )
 
 
 def _composed(
@@ -60,7 +62,7 @@ def _composed(
     psi: Tensor,
     edge: Tensor | None,
     options: _Options,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     (col, row), share, wide = edge_index, 2 if edge is None else 3, options.wide
     # Relative to exp(-target), which is common to a row and cancels.
     least = target.to(wide) / share - psi.to(wide)
@@ -73,7 +75,10 @@ def _composed(
     sums = torch.zeros_like(least).index_add(0, row, weight)
     # Not `hypot`, which ONNX does not have. One of the squares is not small.
     square = torch.exp(2 * (least - shift)) + (options.margin * sums).square()
-    return options.gamma * weight / (sums + square.sqrt())[row]
+    root = square.sqrt()
+    whole = sums + root
+    rest = (1 - options.gamma) + options.gamma * root / whole
+    return options.gamma * weight / whole[row], rest
 
 
 def _fits(edge_index: Tensor, *_: Any) -> bool:
@@ -87,21 +92,21 @@ def _forward(
     psi: Tensor,
     edge: Tensor | None,
     options: _Options,
-) -> tuple[Tensor, Sequence[Tensor], None]:
+) -> tuple[tuple[Tensor, Tensor], Sequence[Tensor], None]:
     """Saves, [2, V, H], by how much the total of a row changes with the sum of its
     weights, over gamma, and its logarithm with that of the margin.
     """
     share, edges = 2 if edge is None else 3, in_range(edge_index, target.size(0))
     least = _divided(target, share) - as_view(psi)
     shape = edge_index.size(1), least.shape[1]
-    out, slopes = (
-        target.new_empty(x, dtype=torch.float64) for x in (shape, (2, *least.shape))
-    )
+    shapes = shape, least.shape, (2, *least.shape)
+    out, rest, slopes = (target.new_empty(x, dtype=torch.float64) for x in shapes)
     weight, exponents = as_array(out), _divided(source, -share)
     weight[:] = 0 if edge is None else _divided(edge, -share)
     shift = least.copy()  # here, as pointers do not keep an array of the kernel alive
-    _normalize(edges, exponents, least, shift, options[:2], weight, as_array(slopes))
-    return out, (out, slopes), None
+    found = weight, as_array(rest), as_array(slopes)
+    _normalize(edges, exponents, least, shift, options[:2], found)
+    return (out, rest), (out, slopes), None
 
 
 def _divided(x: Tensor, by: int) -> np.ndarray:
@@ -119,8 +124,10 @@ def _backward(
     weight, slopes = map(as_array, saved)
     sums, sources = np.zeros((2, *slopes.shape[1:]))
     passed = np.empty_like(weight)
-    index, grad = as_array(edge_index), as_array(grads[0])
-    _differentiate(index, weight, grad, slopes, sums, sources, passed)
+    index = as_array(edge_index)
+    _differentiate(
+        index, weight, tuple(map(as_array, grads)), slopes, sums, sources, passed
+    )
     share, least = 2 if edge is None else 3, sums * slopes[1]
     factors = (
         (least, -1 / share),
@@ -144,8 +151,9 @@ _SOFTMAX = Fused("pyg_chimera.edge_softmax", _composed, _fits, _forward, _backwa
 
 
 @jit
-def _normalize(edge_index, exponents, least, shift, options, weight, slopes):
+def _normalize(edge_index, exponents, least, shift, options, found):
     """Turns exponents of edges into weights."""
+    weight, rest, slopes = found
     (edges, heads), nodes = weight.shape, len(least)
     gamma, margin = options
     total, squares = slopes[0], slopes[1]
@@ -175,6 +183,7 @@ def _normalize(edge_index, exponents, least, shift, options, weight, slopes):
             root = math.sqrt(square + (margin * sums) ** 2)
             whole = sums + root
             shift[i, h] = gamma / whole
+            rest[i, h] = (1 - gamma) + gamma * root / whole
             total[i, h] = (1 + margin * margin * sums / root) / gamma
             squares[i, h] = square / (root * whole)
     for e in range(edges):
@@ -192,15 +201,15 @@ def _exponential(p, size):
 
 
 @jit
-def _differentiate(edge_index, weight, grad, slopes, sums, sources, passed):
+def _differentiate(edge_index, weight, grads, slopes, sums, sources, passed):
     """Fills the sum of a weight times its gradient over each row, and the gradients of
     exponents, of edges and summed over those out of each node.
     """
-    edges, heads = weight.shape
+    (edges, heads), (grad, grad_rest) = weight.shape, grads
     for e in range(edges):
         i = edge_index[1, e]
-        for h in range(heads):
-            passed[e, h] = weight[e, h] * grad[e, h]
+        for h in range(heads):  # what is left is one minus the sum of weights
+            passed[e, h] = weight[e, h] * (grad[e, h] - grad_rest[i, h])
             sums[i, h] += passed[e, h]
     for e in range(edges):
         j, i = edge_index[0, e], edge_index[1, e]

@@ -13,7 +13,7 @@ GAMMA, MARGIN = 0.9, 1e-3
 
 
 def oracle(edge_index, target, source, psi, edge):
-    """Row by row, without the package's code."""
+    """Weights, and what those of a row leave of one, without the package's code."""
     share = 2 if edge is None else 3
     out = []
     for e, i in enumerate(edge_index[1].tolist()):
@@ -26,7 +26,9 @@ def oracle(edge_index, target, source, psi, edge):
         total = sum(a(k) for k in rows)
         margin = (torch.exp(-2 * psi[i]) + (MARGIN * total) ** 2).sqrt()
         out.append(GAMMA * a(e) / (total + margin))
-    return torch.stack(out)
+    weight = torch.stack(out)
+    rows = torch.nn.functional.one_hot(edge_index[1], len(psi)).to(weight.dtype)
+    return weight, 1 - rows.t() @ weight
 
 
 def case(nodes, edges, heads, on_edges, seed=0):
@@ -45,9 +47,9 @@ def softmax(*inputs):
 def results(function, index, *nodes):
     leaves = [x if x is None else x.detach().requires_grad_() for x in nodes]
     out = function(index, *leaves)
-    grad = torch.linspace(-1, 2, out.numel(), dtype=torch.double).view_as(out).cos()
+    grads = [torch.linspace(-1, 2, x.numel()).double().view_as(x).cos() for x in out]
     wanted = [x for x in leaves if x is not None]
-    return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
+    return [*(x.detach() for x in out), *torch.autograd.grad(out, wanted, grads)]
 
 
 @settings(deadline=None)
@@ -65,9 +67,10 @@ def test_float32_is_computed_in_float64(on_edges):
     narrow = [x if x is None else x.float() for x in nodes]
     got = results(softmax, index, *narrow)
     want = results(oracle, index, *(x if x is None else x.double() for x in narrow))
-    assert got[0].dtype == torch.double
-    assert_near(got[0], want[0], 1e-13)
-    for x, y in zip(got[1:], want[1:], strict=True):
+    for x, y in zip(got[:2], want[:2], strict=True):
+        assert x.dtype == torch.double
+        assert_near(x, y, 1e-13)
+    for x, y in zip(got[2:], want[2:], strict=True):
         assert x.dtype == torch.float32
         assert_near(x.double(), y, 1e-6)
 
@@ -88,8 +91,10 @@ def test_gradcheck(on_edges):
 def test_selectivities_of_any_size(size):
     """A row whose weights would underflow is normalized all the same."""
     index, target, source, psi, _ = case(5, 20, 2, on_edges=False)
-    weight = softmax(index, size * target, size * source, psi + 2 * size * 3, None)
+    nodes = size * target, size * source, psi + 2 * size * 3
+    weight, rest = softmax(index, *nodes, None)
     sums = torch.zeros(5, 2).double().index_add(0, index[1], weight)
+    assert_near(rest, 1 - sums, 1e-12)
     assert_near(sums[index[1]], torch.full_like(weight, GAMMA / (1 + MARGIN)), 1e-6)
 
 
@@ -98,16 +103,31 @@ def test_nan_stays_in_the_rows_that_read_it():
     _, target, source, psi, _ = case(4, 4, 2, on_edges=False)
     source = source.clone()
     source[2, 0] = torch.nan
-    weight = softmax(index, target, source, psi, None)
+    weight, rest = softmax(index, target, source, psi, None)
     assert weight.isnan()[:, 0].tolist() == [True, False, True, False]
+    assert rest.isnan()[:, 0].tolist() == [False, True, False, False]
     assert weight[:, 1].isfinite().all()
+    assert rest[:, 1].isfinite().all()
+
+
+def test_little_that_is_left_is_exact():
+    """Where a difference would have rounded to nothing."""
+    index = torch.tensor([[0, 1, 2], [1, 2, 1]])
+    node = torch.zeros(3, 1, dtype=torch.double)
+    psi = torch.tensor([[1.0], [40.0], [300.0]], dtype=torch.double)
+    _, rest = edge_softmax(index, node, node, psi, None, 1.0, 0.0, torch.double)
+    margin = torch.exp(-psi[:, 0])
+    want = torch.stack([margin[0] / margin[0], margin[1] / 2, margin[2]])
+    assert torch.allclose(rest[:, 0], want, rtol=1e-13, atol=0)
 
 
 def test_no_edges_and_nothing_uninitialised(monkeypatch):
     poison(monkeypatch)
     index, *nodes = case(3, 1, 2, on_edges=True)
     empty = [*nodes[:3], nodes[3][:0]]
-    assert softmax(index[:, :0], *empty).shape == (0, 2)
+    weight, rest = softmax(index[:, :0], *empty)
+    assert weight.shape == (0, 2)
+    assert torch.equal(rest, torch.ones(3, 2, dtype=torch.double))
     got, want = results(softmax, index, *nodes), results(oracle, index, *nodes)
     for x, y in zip(got, want, strict=True):
         assert_near(x, y, 1e-12)

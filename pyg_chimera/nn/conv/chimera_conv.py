@@ -11,7 +11,8 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._norm import RMSNorm, rms_norm
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
-from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
+from pyg_chimera.ops import released_transition, resolvent_mix
+from pyg_chimera.ops.chimera_transition import transition_and_rest
 from pyg_chimera.ops.common.checks import (
     check_flag,
     check_integer,
@@ -63,11 +64,11 @@ class ChimeraConv(ChimeraBlock):
 
     where :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` are projections of the nodes,
     followed by SiLU, the first two also normalized, with :math:`\bar{\mathbf{B}}_i =
-    s_i \mathbf{B}_i` for an input gate :math:`s_i`. The transitions
-    :math:`\mathbf{A}`, see :func:`~pyg_chimera.ops.chimera_transition`, and
-    :math:`s_i` come from selectivities :math:`\Delta = \text{softplus}(\mathbf{W}
-    \mathbf{x} + \mathbf{b})` of nodes and, with :obj:`edge_dim`, edges. The system is
-    solved exactly by sparse elimination, unless :obj:`solver` says otherwise.
+    s_i \mathbf{B}_i` for an input gate :math:`s_i = 1 - \sum_j A_{ij}`. The transitions
+    :math:`\mathbf{A}`, see :func:`~pyg_chimera.ops.chimera_transition`, come from
+    selectivities :math:`\Delta = \text{softplus}(\mathbf{W} \mathbf{x} + \mathbf{b})`
+    of nodes and, with :obj:`edge_dim`, edges. The system is solved exactly by sparse
+    elimination, unless :obj:`solver` says otherwise.
 
     :class:`~pyg_chimera.nn.ChimeraDAGConv` runs along directed acyclic graphs and
     :class:`~pyg_chimera.nn.ChimeraPathConv` along undirected paths, both in linear
@@ -92,6 +93,15 @@ class ChimeraConv(ChimeraBlock):
             :obj:`"paper"`)
         gamma (float, optional): Upper bound of the row sums of :math:`\mathbf{A}`
             under :obj:`"paper"`, in (0, 1]. (default: :obj:`1.0`)
+        input_gate (str, optional): :obj:`"tied"` to the transitions: a node reads from
+            its neighbours what its row of :math:`\mathbf{A}` holds, and from itself the
+            rest, :math:`s_i = 1 - \sum_j A_{ij}`, as :math:`1 - \bar{A}` in Mamba's
+            exact discretization of a leaky state. Rows of :math:`(\mathbf{I} -
+            \mathbf{A})^{-1} \, \text{diag}(\mathbf{s})` then sum to one: outputs are
+            weighted means over nodes, of one scale whatever the range, and a node whose
+            row is zero keeps its own value, as a boundary does. With :obj:`"free"`,
+            gates are selectivities of their own, as in the paper, and always so with
+            :obj:`normalization="released"`. (default: :obj:`"tied"`)
         local_conv (bool, optional): Whether to add a depthwise mean over neighbours to
             :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU, in place of Mamba's
             short convolution. (default: :obj:`False`)
@@ -174,6 +184,7 @@ class ChimeraConv(ChimeraBlock):
         *,
         normalization: str = "paper",
         gamma: float = 1.0,
+        input_gate: str = "tied",
         local_conv: bool = False,
         qk_norm: bool = True,
         norm: str | None = "rms",
@@ -186,6 +197,7 @@ class ChimeraConv(ChimeraBlock):
         check_flag("local_conv", local_conv)
         check_flag("qk_norm", qk_norm)
         check_option("normalization", normalization, ("paper", "released"))
+        check_option("input_gate", input_gate, ("tied", "free"))
         check_option("solver", solver, SOLVERS)
         check_number("gamma", gamma)
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):
@@ -207,10 +219,11 @@ class ChimeraConv(ChimeraBlock):
             )
         self.normalization = normalization
         self.gamma = gamma
+        self.tied = input_gate == "tied" and normalization == "paper"
         self.qk_norm = qk_norm
         self.solver = solver
         self.num_terms = num_terms
-        self.add_parameters(4, kernel=1 + local_conv, norm=norm)
+        self.add_parameters(4 - self.tied, kernel=1 + local_conv, norm=norm)
         self.log_sums = None
         if log_sums > 0:
             self.log_sums = LogSums(
@@ -228,7 +241,8 @@ class ChimeraConv(ChimeraBlock):
             self._set_row_sums(steps, self.gamma, fixed=0.05, least=1e-4)
             return
         reached = self._set_row_sums(steps, self.gamma)
-        softplus_(self.delta_bias[3], self._input_gates(reached))
+        if not self.tied:
+            softplus_(self.delta_bias[3], self._input_gates(reached))
 
     def forward(
         self,
@@ -270,18 +284,19 @@ class ChimeraConv(ChimeraBlock):
         nodes = self.project(x, self.over_edges(edge_index), read)
 
         delta = F.softplus(nodes.delta + self.delta_bias)
-        target, source, psi, input_gate = delta.unbind(1)
+        target, source, psi, *free = delta.unbind(1)
+        given = edge_index, num_nodes, target, source, psi, edge
         if self.normalization == "released":
-            weight = released_transition(
-                edge_index, num_nodes, target, source, psi, edge
-            )
+            full = released_transition(*given)
             input_gate = nodes.delta[:, 3]  # without bias and softplus
         else:
-            weight = chimera_transition(
-                edge_index, num_nodes, target, source, psi, edge, self.gamma,
-                torch.float64,
-            )  # fmt: skip
-        weight = self.explained(weight, num_nodes)
+            full, rest = transition_and_rest(*given, self.gamma, torch.float64)
+            input_gate = rest if self.tied else free[0]
+        weight = self.explained(full, num_nodes)
+        if self.tied and weight is not full:  # a node reads from itself what is masked
+            masked = (full - weight).to(rest.dtype)
+            input_gate = rest.index_add(0, edge_index[1].long(), masked)
+        input_gate = input_gate.to(delta.dtype)
         graph = edge_index, weight, batch
         options: dict[str, Any] = {
             "rank": rank, "solver": self.solver, "num_terms": self._terms(num_terms),

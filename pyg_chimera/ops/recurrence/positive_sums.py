@@ -11,6 +11,8 @@ from pyg_chimera.ops.recurrence.resolvent_mix import resolvent_mix
 
 #: How far a sum may be, relative to its size, from what reaches it over edges.
 _MOST_OFF = 1e-10
+#: Sums that are smaller, relative to the largest, are at the mercy of rounding.
+_SMALL = 1e-6
 
 
 def positive_sums(
@@ -50,6 +52,10 @@ def positive_sums(
         passed = sums[col] * weight.unsqueeze(2)
         left = (sums - source).index_add(0, row, passed, alpha=-1).abs()
         off = left > _MOST_OFF * sums
+        # Where an iteration ended before it reached a part of the graph, all but the
+        # border of this part agrees with itself.
+        least = _SMALL * sums.amax(0) if sums.size(0) else 0
+        off |= (sums <= least) & off.any(0)
     if not readable() or is_followed():
         return sums.masked_fill(off, torch.nan)
     for h, k in off.any(0).nonzero().tolist():

@@ -351,14 +351,15 @@ def with_a_tail(num_nodes, tail):
     return torch.cat([edges, edges.flip(0)], 1)
 
 
-def test_log_sums_by_iteration():
+@pytest.mark.parametrize("seed", range(3))
+def test_log_sums_by_iteration(seed):
     """Those that iterations round off, 10^100 times smaller than others, and gradients,
     are those of elimination.
     """
     edges, found = with_a_tail(60, 100), []
     x = torch.randn(160, 3).double()
     for solver in ("iterative", "sparse"):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         conv = ChimeraConv(3, 4, heads=2, log_sums=2, reach=(1, 4), solver=solver)
         conv = conv.double()
         with torch.no_grad():
