@@ -37,7 +37,8 @@ def harmonic_interpolation(data: Data) -> torch.Tensor:
     """(I - A)^-1 b, where rows of A are shares of conductance, and zero at sensors."""
     weight, target = data.conductance.double(), data.edge_index[1]
     share = weight / scatter(weight, target, dim_size=data.num_nodes)[target]
-    share *= (1 - 1e-12) * ~data.sensor_mask[target]  # parts without sensors get zero
+    share *= ~data.sensor_mask[target]
+    share *= 1 - 1e-12  # parts without sensors get zero
     return solve(data.edge_index, share, data.x[:, :1])
 
 
