@@ -17,7 +17,7 @@ from torch_geometric.utils import scatter
 
 from pyg_chimera.datasets import SampleSensors, WaterNetworks
 from pyg_chimera.nn import ChimeraConv, GatedGCNConv, GPSLayer, GraphModel
-from pyg_chimera.ops import resolvent_mix
+from pyg_chimera.ops import solve
 from pyg_chimera.transforms import AddEliminationOrder
 
 C, LR = 64, 2e-3  # C: the width of all layers
@@ -37,10 +37,9 @@ def harmonic_interpolation(data: Data) -> torch.Tensor:
     """(I - A)^-1 b, where rows of A are shares of conductance, and zero at sensors."""
     weight, target = data.conductance.double(), data.edge_index[1]
     share = weight / scatter(weight, target, dim_size=data.num_nodes)[target]
-    share *= (1 - 1e-12) * ~data.sensor_mask[target]  # parts without sensors get zero
-    b = data.x[:, :1, None].double()  # in float32, up to a centimetre would be lost
-    one = torch.ones_like(b)
-    return resolvent_mix(one, one, b, data.edge_index, share[:, None])[..., 0].float()
+    share *= ~data.sensor_mask[target]
+    share *= 1 - 1e-12  # parts without sensors get zero
+    return solve(data.edge_index, share, data.x[:, :1])
 
 
 def errors(out: torch.Tensor, data: Data) -> torch.Tensor:

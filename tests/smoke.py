@@ -233,6 +233,17 @@ def test_operations(benchmark):
     assert "GPSConv" in printed
 
 
+def test_solvers(benchmark):
+    results, printed = benchmark("solvers")
+    rows = results["solvers"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["error"] < 1e-9
+        assert row["name"] in printed
+        assert row["solve"]["ratio"] == 1
+        assert row["solve, new graph"]["total"] > row["solve, new graph"]["forward"]
+
+
 def test_predictions(benchmark):
     results, printed = benchmark("predictions")
     rows = results["predictions"]

@@ -24,7 +24,7 @@ PUBLIC = {
         *("line_graph", "multitree", "node_order", "householder_product"),
         *("chimera_transition", "released_transition", "balanced_path_transition"),
         *("dag_transition", "path_transition"),
-        *("grid_dag_scan", "grid_transition"),
+        *("grid_dag_scan", "grid_transition", "solve"),
     },
     "pyg_chimera.ops.structure": {
         *("topological_rank", "find_cycle", "CycleError", "parent_scale"),

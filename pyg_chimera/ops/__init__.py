@@ -32,6 +32,7 @@ from pyg_chimera.ops.recurrence.dag_scan import (
 from pyg_chimera.ops.recurrence.delta_scan import delta_scan
 from pyg_chimera.ops.recurrence.resolvent_mix import resolvent_mix
 from pyg_chimera.ops.recurrence.selective_scan import selective_scan
+from pyg_chimera.ops.recurrence.solve import solve
 from pyg_chimera.ops.structure import (
     k_hop_index,
     line_graph,
@@ -70,6 +71,7 @@ __all__ = [
     "released_transition",
     "resolvent_mix",
     "selective_scan",
+    "solve",
     "stm_scan",
     "structure",
     "unchecked",
