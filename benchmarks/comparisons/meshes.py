@@ -9,7 +9,7 @@ of 500 to 2,000 nodes, and tests on others of these sizes and on meshes of 20,00
     python benchmarks/comparisons/meshes.py --problem elasticity
     python benchmarks/comparisons/meshes.py --resume --arms chimera gps
 
-Problems, where k varies over the domain by two orders of magnitude:
+Problems, where k varies smoothly, or is that of two materials:
 
 * ``poisson``: - div(k grad u) = f
 * ``convection-diffusion``: - div(k grad u) + v · grad u = f, with div v = 0

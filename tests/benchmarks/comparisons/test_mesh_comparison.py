@@ -292,6 +292,7 @@ def test_a_processor_sums_its_edges():
 # Runs ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", compared.PROBLEMS)
 def test_arms_are_trained_and_tested(problem, call, tmp_path, refused):
     argv = ("--problem", problem, "--arms", "chimera", "meshgraphnets")
