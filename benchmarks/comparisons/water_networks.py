@@ -33,13 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 from common import Task, main, make_parser, parse
-from protocol import RATES, SHARED_ARMS, Study, build_layer
+from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
 from scipy.sparse import coo_array, diags_array
 from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.data import Dataset
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import ChebConv
 from torch_geometric.transforms import AddRandomWalkPE, Compose
@@ -76,19 +75,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Data ----------------------------------------------------------------------------
 
 
-class DrawnStates(Dataset):
-    """So many states in an epoch, drawn from all; sensors are drawn, too."""
-
-    def __init__(self, states: WaterNetworks, length: int) -> None:
-        self.states, self.length = states, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, _: int) -> Data:
-        return self.states[int(torch.randint(len(self.states), ()))]
-
-
 def find(root: Path, network: str) -> str:
     """The file of a network, or its name, which `wntr` may know."""
     paths = (root / f"{network}.inp{end}" for end in ("", ".gz"))
@@ -111,7 +97,7 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
 
     fixed = {"sensors": SampleSensors(0.05, seed=0), "seed": 1}
     return {
-        "train": DrawnStates(load(train, args.states), args.length),
+        "train": DrawnGraphs(load(train, args.states), args.length),
         "val": load(val, args.held_out, **fixed),
         **{name: load((name,), args.held_out, **fixed) for name in test},
     }

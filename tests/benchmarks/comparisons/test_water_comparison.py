@@ -78,7 +78,7 @@ def test_graphs_count_alike_in_the_error(tmp_path):
 
 
 def test_an_epoch_is_drawn_from_all_states(tmp_path):
-    drawn = compared.DrawnStates(small(tmp_path), 20)
+    drawn = protocol.DrawnGraphs(small(tmp_path), 20)
     assert len(drawn) == 20
     assert {drawn[0].state for _ in range(20)} == {0, 1}
 
