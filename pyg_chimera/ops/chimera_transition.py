@@ -85,7 +85,8 @@ def transition_and_rest(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     r"""The weights of :func:`chimera_transition`, and what those of a row leave of one,
-    :math:`1 - \sum_j A_{ij}`, [V, H], without the error of a difference.
+    :math:`1 - \sum_j A_{ij}`, [V, H] in the dtype of psi, without the error of a
+    difference.
     """
     if not 0 < gamma <= 1:
         raise ValueError(f"'gamma' must be in (0, 1], got {gamma}")

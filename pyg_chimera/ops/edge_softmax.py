@@ -37,8 +37,9 @@ def edge_softmax(
     margin: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    r"""The weights of edges, [E, H], and what those of a row leave of one, [V, H], in a
-    dtype: with the sum :math:`s_i` of :math:`a_{ij}` over the edges into node i,
+    r"""The weights of edges, [E, H], in a dtype, and what those of a row leave of one,
+    [V, H], in that of selectivities. With the sum :math:`s_i` of :math:`a_{ij}` over
+    the edges into node i,
 
     .. math::
         A_{ij} = \gamma \frac{a_{ij}}{s_i + \sqrt{\exp(-2 \Psi_i) + (m s_i)^2}},
@@ -50,9 +51,7 @@ def edge_softmax(
     wide = torch.promote_types(dtype, torch.float32)
     given = edge_index, target, source, psi, edge
     weight, rest = _SOFTMAX(given, _Options(float(gamma), margin, wide))
-    return (
-        (weight, rest) if weight.dtype == dtype else (weight.to(dtype), rest.to(dtype))
-    )
+    return weight if weight.dtype == dtype else weight.to(dtype), rest
 
 
 def _composed(
@@ -78,7 +77,7 @@ def _composed(
     root = square.sqrt()
     whole = sums + root
     rest = (1 - options.gamma) + options.gamma * root / whole
-    return options.gamma * weight / whole[row], rest
+    return options.gamma * weight / whole[row], rest.to(psi.dtype)
 
 
 def _fits(edge_index: Tensor, *_: Any) -> bool:
@@ -99,14 +98,16 @@ def _forward(
     share, edges = 2 if edge is None else 3, in_range(edge_index, target.size(0))
     least = _divided(target, share) - as_view(psi)
     shape = edge_index.size(1), least.shape[1]
-    shapes = shape, least.shape, (2, *least.shape)
-    out, rest, slopes = (target.new_empty(x, dtype=torch.float64) for x in shapes)
+    shapes = shape, (2, *least.shape)
+    out, slopes = (target.new_empty(x, dtype=torch.float64) for x in shapes)
     weight, exponents = as_array(out), _divided(source, -share)
     weight[:] = 0 if edge is None else _divided(edge, -share)
     shift = least.copy()  # here, as pointers do not keep an array of the kernel alive
-    found = weight, as_array(rest), as_array(slopes)
+    found = weight, np.empty_like(least), as_array(slopes)
     _normalize(edges, exponents, least, shift, options[:2], found)
-    return (out, rest), (out, slopes), None
+    narrow = psi.new_empty(least.shape)  # the kernel is compiled for float64 alone
+    as_array(narrow)[:] = found[1]
+    return (out, narrow), (out, slopes), None
 
 
 def _divided(x: Tensor, by: int) -> np.ndarray:
@@ -124,10 +125,9 @@ def _backward(
     weight, slopes = map(as_array, saved)
     sums, sources = np.zeros((2, *slopes.shape[1:]))
     passed = np.empty_like(weight)
-    index = as_array(edge_index)
-    _differentiate(
-        index, weight, tuple(map(as_array, grads)), slopes, sums, sources, passed
-    )
+    index, (grad, grad_rest) = as_array(edge_index), map(as_array, grads)
+    wide = grad, grad_rest.astype(np.float64, copy=False)
+    _differentiate(index, weight, wide, slopes, sums, sources, passed)
     share, least = 2 if edge is None else 3, sums * slopes[1]
     factors = (
         (least, -1 / share),

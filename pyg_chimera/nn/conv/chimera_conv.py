@@ -296,7 +296,6 @@ class ChimeraConv(ChimeraBlock):
         if self.tied and weight is not full:  # a node reads from itself what is masked
             masked = (full - weight).to(rest.dtype)
             input_gate = rest.index_add(0, edge_index[1].long(), masked)
-        input_gate = input_gate.to(delta.dtype)
         graph = edge_index, weight, batch
         options: dict[str, Any] = {
             "rank": rank, "solver": self.solver, "num_terms": self._terms(num_terms),
