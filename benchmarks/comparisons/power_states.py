@@ -128,6 +128,33 @@ def read_grid(path: Path) -> Grid:
     )
 
 
+def write_grid(path: Path, num_buses: int, seed: int) -> Path:
+    """Writes a random grid of lines and some transformers as `.npz`."""
+    rng = np.random.default_rng(seed)
+    place = rng.random((num_buses, 2))
+    bus, gen = np.zeros((num_buses, 13)), np.zeros((num_buses // 5 + 1, 10))
+    bus[:, 0], bus[:, 1], bus[:, 7], bus[:, 9] = range(num_buses), 1, 1, 100
+    bus[:, 2] = rng.uniform(2, 10, num_buses)
+    bus[:, 3] = 0.3 * bus[:, 2]
+    gen[:, 0] = rng.choice(num_buses, len(gen), replace=False)
+    gen[:, 1], gen[:, 7] = 1.02 * bus[:, 2].sum() / len(gen), 1
+    gen[:, 5] = rng.uniform(0.99, 1.03, len(gen))
+    bus[gen[:, 0].astype(int), 1] = 2
+    bus[int(gen[0, 0]), 1] = 3
+    rows = []
+    for i in range(1, num_buses):  # to the two nearest of those before
+        far = np.linalg.norm(place[:i] - place[i], axis=1)
+        for j in far.argsort()[:2]:
+            rows.append([j, i, 0.1 * far[j], 0.4 * far[j], 0.02 * far[j], 0, 0, 0])
+    branch = np.pad(rows, ((0, 0), (0, 3)))
+    branch[:, 10] = 1
+    tapped = rng.random(len(branch)) < 0.2
+    branch[tapped, 8] = rng.uniform(0.96, 1.04, tapped.sum())
+    branch[tapped, 9] = rng.uniform(-2, 2, tapped.sum())
+    np.savez(path, bus=bus, gen=gen, branch=branch, base_mva=100.0)
+    return path
+
+
 def removable(grid: Grid) -> np.ndarray:
     """The branches without which the grid is still in one part."""
     pairs = np.sort(grid.ends, axis=0).T

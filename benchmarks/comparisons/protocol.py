@@ -38,7 +38,9 @@ from common import (
 from json_files import write_json
 from torch import Tensor
 from torch.nn import LayerNorm, Linear, Module, ReLU, Sequential
+from torch.utils.data import Dataset
 from torch_geometric import seed_everything
+from torch_geometric.data import Data
 from torch_geometric.nn import GATConv
 
 from pyg_chimera.nn import (
@@ -66,6 +68,22 @@ SHARED_ARMS: Arms = {
     "gat": ("depth", (10, 20)),
     "mlp": ("depth", (2, 4)),
 }
+
+
+# Data ----------------------------------------------------------------------------
+
+
+class DrawnStates(Dataset):
+    """So many states in an epoch, drawn from all."""
+
+    def __init__(self, states: Dataset, length: int) -> None:
+        self.states, self.length = states, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, _: int) -> Data:
+        return self.states[int(torch.randint(len(self.states), ()))]
 
 
 # Models --------------------------------------------------------------------------

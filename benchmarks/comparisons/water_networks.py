@@ -33,13 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 from common import Task, main, make_parser, parse
-from protocol import RATES, SHARED_ARMS, Study, build_layer
+from protocol import RATES, SHARED_ARMS, DrawnStates, Study, build_layer
 from scipy.sparse import coo_array, diags_array
 from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import spsolve
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.data import Dataset
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import ChebConv
 from torch_geometric.transforms import AddRandomWalkPE, Compose
@@ -74,19 +73,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # Data ----------------------------------------------------------------------------
-
-
-class DrawnStates(Dataset):
-    """So many states in an epoch, drawn from all; sensors are drawn, too."""
-
-    def __init__(self, states: WaterNetworks, length: int) -> None:
-        self.states, self.length = states, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, _: int) -> Data:
-        return self.states[int(torch.randint(len(self.states), ()))]
 
 
 def find(root: Path, network: str) -> str:
