@@ -87,6 +87,7 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
         "recall",
         "syntax_trees",
         "water_networks",
+        "power_grids",
     ],
 )
 def test_comparison(shell, tmp_path, name):
