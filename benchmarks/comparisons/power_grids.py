@@ -5,7 +5,7 @@ tests on three synthetic grids of the United States, on most of the European gri
 on the French one with its lower voltages. Grids are read from ``--root``, as MATPOWER's
 case files (``1888rte.m``) or their matrices as ``.npz``::
 
-    python benchmarks/comparisons/power_grids.py --root data/power-grids     # days
+    python benchmarks/comparisons/power_grids.py --root data/power-grids     # hours
     python benchmarks/comparisons/power_grids.py --root data/power-grids --status
     python benchmarks/comparisons/power_grids.py --root data/power-grids --resume \
         --arms chimera gps
@@ -63,7 +63,7 @@ SPLITS = {
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         states=200, length=240, held_out=20, minutes=10.0, seeds=3, channels=64,
-        epochs=None, batch_size=4, lr=RATES[0], warmup_epochs=1,
+        epochs=None, batch_size=2, lr=RATES[0], warmup_epochs=1,
         optimizer="AdamW", weight_decay=0.01,
     ),
     "smoke": dict(

@@ -107,12 +107,9 @@ def read_grid(path: Path) -> Grid:
     tap = np.where(branch[:, 8] == 0, 1.0, branch[:, 8])
     levels = bus[ends, 9]
     impedance = branch[:, 2] + 1j * branch[:, 3]
-    # In these files, shifts are negative radians: else their operating points miss
-    # the balance by up to 63 p.u. at the ends of shifters, and so by 0.2 to 3 p.u.
-    shift = branch[:, 9] * (-1 if "pegase" in path.name else np.pi / 180)
     if min(gen[ours, 1].sum(), bus[:, 2].sum()) <= 0:
         raise ValueError(f"{path}: the sums of generation and demand must be positive")
-    return Grid(
+    grid = Grid(
         kind=kind[inside],
         demand=(bus[:, 2] + 1j * bus[:, 3]) / base,
         shunt=(bus[:, 4] + 1j * bus[:, 5]) / base,
@@ -123,9 +120,28 @@ def read_grid(path: Path) -> Grid:
         ends=ends,
         impedance=np.where(impedance == 0, 1e-5j, impedance),
         charging=branch[:, 4],
-        ratio=tap * np.exp(1j * shift),
+        ratio=tap * np.exp(1j * np.deg2rad(branch[:, 9])),
         transformer=(tap != 1) | (branch[:, 9] != 0) | (levels[0] != levels[1]),
     )
+    # Shifts of the files from PEGASE are negative radians: taken for degrees, up to
+    # 63 p.u. are missing at an operating point, which is 0.2 to 3 p.u. otherwise.
+    other = grid._replace(ratio=tap * np.exp(-1j * branch[:, 9]))
+    missed = [filed_mismatch(x) for x in (grid, other)]
+    return other if missed[1] < 0.1 * missed[0] else grid
+
+
+def schedule(grid: Grid) -> np.ndarray:
+    """The power [n] of the file, as in `Drawn`."""
+    power = -grid.demand
+    np.add.at(power, grid.generators, grid.generation)
+    return power
+
+
+def filed_mismatch(grid: Grid) -> float:
+    """The most active power that is missing at a bus at the operating point."""
+    matrix = admittance(grid, np.ones(len(grid.impedance), bool))
+    miss = mismatch(matrix, schedule(grid), grid.kind, grid.voltage)
+    return float(abs(miss.real).max())
 
 
 def write_grid(path: Path, num_buses: int, seed: int) -> Path:
@@ -293,29 +309,28 @@ def draw(
     """
     factor, size = rng.uniform(*LOAD), len(grid.kind)
     demand = factor * grid.demand * np.exp(LOAD_SIGMA * rng.standard_normal(size))
-    spread = rng.standard_normal(len(grid.generation))
-    share = np.zeros(size)
-    drawn_shares = grid.generation * np.exp(GENERATION_SIGMA * spread)
-    np.add.at(share, grid.generators, drawn_shares / drawn_shares.sum())
+    spread = GENERATION_SIGMA * rng.standard_normal(len(grid.generation))
+    part, share = grid.generation * np.exp(spread), np.zeros(size)
+    np.add.at(share, grid.generators, part / part.sum())
     losses = factor**2 * (grid.generation.sum() - grid.demand.real.sum())
     kept = np.ones(len(grid.impedance), bool)
     if len(candidates):
         kept[rng.choice(candidates)] = False
     set_point = grid.set_point + SET_POINT_SIGMA * rng.standard_normal(size)
     total = demand.real.sum() + losses
-    matrix, slack = admittance(grid, kept), np.flatnonzero(grid.kind == SLACK)
-    voltage: np.ndarray | None = grid.voltage
+    matrix, slack = admittance(grid, kept), int(np.argmin(grid.kind))
+    start = grid.voltage
     for _ in range(ROUNDS):
         drawn = Drawn(total * share - demand, set_point, kept)
-        voltage = solve(grid, drawn, voltage)
+        voltage = solve(grid, drawn, start)
         if voltage is None or abs(voltage).min() < LOWEST:
             return None
-        fed = (voltage * (matrix @ voltage).conj()).real[slack]
-        more = float((fed - drawn.power.real[slack]).sum())
+        start, fed = voltage, voltage[slack] * (matrix @ voltage)[slack].conj()
+        more = float((fed - drawn.power[slack]).real)
         if abs(more) < BALANCE:
             break
         total += more
-    return drawn, voltage
+    return drawn, start
 
 
 def relative(voltage: np.ndarray, start: np.ndarray, slack: int) -> np.ndarray:

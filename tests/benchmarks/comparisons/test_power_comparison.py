@@ -70,9 +70,8 @@ def call(tmp_path):
 
 
 def as_filed(grid) -> Drawn:
-    power = -grid.demand
-    np.add.at(power, grid.generators, grid.generation)
-    return Drawn(power, grid.set_point, np.ones(len(grid.impedance), bool))
+    kept = np.ones(len(grid.impedance), bool)
+    return Drawn(power_states.schedule(grid), grid.set_point, kept)
 
 
 def flows(grid, drawn, voltage) -> np.ndarray:
@@ -161,6 +160,19 @@ def test_without_a_solution_there_is_none(ieee):
     drawn = as_filed(grid)
     heavy = drawn._replace(power=20 * drawn.power)
     assert power_states.solve(grid, heavy, grid.voltage) is None
+
+
+@pytest.mark.parametrize("stored", [np.rad2deg(0.3), -0.3])
+def test_the_operating_point_tells_the_unit_of_shifts(ieee, stored):
+    grid = power_states.read_grid(ieee)
+    turned = grid._replace(ratio=grid.ratio * np.exp(0.3j * (np.arange(20) == 7)))
+    voltage = power_states.solve(turned, as_filed(grid), grid.voltage)
+    case = power_states.read_case(ieee)
+    case["bus"][:, 7], case["bus"][:, 8] = abs(voltage), np.rad2deg(np.angle(voltage))
+    case["branch"][7, 9] = stored
+    np.savez(ieee.with_suffix(".npz"), **case)
+    found = power_states.read_grid(ieee.with_suffix(".npz"))
+    assert np.allclose(np.angle(found.ratio), 0.3 * (np.arange(20) == 7))
 
 
 @pytest.mark.parametrize(
