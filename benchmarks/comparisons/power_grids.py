@@ -98,7 +98,9 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
 
     def load(grids: tuple[str, ...], states: int, seed: int) -> PowerStates:
         paths = [find(source, grid) for grid in grids]
-        return PowerStates(folder, paths, states, seed, prepare)
+        found = PowerStates(folder, paths, states, seed, prepare)
+        print(f"{states} states each, and drawn again without solution:", found.dropped)
+        return found
 
     return {
         "train": DrawnStates(load(train, args.states, 0), args.length),
