@@ -11,8 +11,8 @@ case files (``1888rte.m``) or their matrices as ``.npz``::
         --arms chimera gps
 
 In each state, loads, generation and set-points are random, and a branch is out
-(``power_states.py``). In trials of a minute, models that started from nothing stayed far
-behind DC power flow. So all read where solvers start, DC angles and interpolated
+(``power_states.py``). In trials of a minute, models that started from nothing stayed
+far behind DC power flow. So all read where solvers start, DC angles and interpolated
 set-points, and by how much these miss the balance of power at each bus; they predict
 what is left.
 
