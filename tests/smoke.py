@@ -88,6 +88,7 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
         "syntax_trees",
         "water_networks",
         "meshes",
+        "power_grids",
     ],
 )
 def test_comparison(shell, tmp_path, name):

@@ -47,6 +47,9 @@ def test_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     if page == "docs/water.md":
         pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
+    if page == "docs/power.md":  # run in a checkout
+        pytest.importorskip("skimage", reason="needs the extra 'examples'")
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks/comparisons"))
     # The blocks must run where no C++ compiler is installed, and quickly:
     compile_eagerly = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", compile_eagerly)

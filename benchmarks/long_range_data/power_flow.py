@@ -83,7 +83,7 @@ def power_flow_graphs(
 
 
 def _samples(path: Path, number: int, split: str, size: int) -> list[Data]:
-    grid = _largest_component(_read(path))
+    grid = _largest_component(read_case(path))
     matrix = grid.susceptance.tocoo()
     edge_index = torch.from_numpy(np.stack(matrix.coords).astype(np.int64))
     edge_attr = torch.from_numpy(np.log(matrix.data)).float().view(-1, 1)
@@ -107,24 +107,19 @@ def _samples(path: Path, number: int, split: str, size: int) -> list[Data]:
     return samples
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    """The matrices of a grid, from one of the two formats."""
+def read_case(path: Path) -> dict[str, np.ndarray]:
+    """The matrices of a grid and its `base_mva`, from one of the two formats."""
     if path.with_suffix(".npz").exists():
         with np.load(path.with_suffix(".npz")) as file:
             return dict(file)
     code = re.sub(r"%.*|\.\.\..*\n", "", path.with_suffix(".m").read_text())
     pattern = r"\bmpc\.(bus|gen|branch)\s*=\s*\[(.*?)\]"
-    return {
-        name: np.array(
-            [
-                row.replace(",", " ").split()
-                for row in re.split(r"[;\n]", block)
-                if row.strip()
-            ],
-            float,
-        )
-        for name, block in re.findall(pattern, code, re.DOTALL)
-    }
+    base = re.search(r"\bmpc\.baseMVA\s*=\s*([\d.eE+]+)", code)
+    case = {"base_mva": np.array(float(base[1]) if base else 100.0)}
+    for name, block in re.findall(pattern, code, re.DOTALL):
+        rows = (row.replace(",", " ").split() for row in re.split(r"[;\n]", block))
+        case[name] = np.array([row for row in rows if row], float)
+    return case
 
 
 def _largest_component(case: dict[str, np.ndarray]) -> _Grid:
