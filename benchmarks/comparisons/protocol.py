@@ -62,7 +62,7 @@ Rows = dict[str, dict[str, Any]]
 
 #: Those of `build_layer`, with the values of their options.
 SHARED_ARMS: Arms = {
-    OURS: ("reach", (64, 256)),
+    OURS: ("input_gate", ("free", "tied")),
     "gated-gcn": ("depth", (10, 20)),
     "gps": ("encodings", ("none", "random-walk")),
     "gat": ("depth", (10, 20)),
@@ -102,9 +102,9 @@ class Alone(Module):
 
 
 def build_layer(arm: str, option: Any, channels: int, hidden: int) -> Module:
-    """A layer of the arms that studies share: ``chimera`` (its option is the reach),
-    ``gated-gcn``, ``gps``, ``gat`` and ``mlp``. All but the last two have features of
-    edges as wide as those of nodes.
+    """A layer of the arms that studies share: ``chimera`` (its option is the input
+    gate), ``gated-gcn``, ``gps``, ``gat`` and ``mlp``. All but the last two have
+    features of edges as wide as those of nodes.
     """
     if arm == "mlp":
         return Alone(channels, hidden)
@@ -112,8 +112,9 @@ def build_layer(arm: str, option: Any, channels: int, hidden: int) -> Module:
     mixer: Module | None = None
     if arm == "chimera":
         mixer = ChimeraConv(
-            channels, heads=4, state_channels=16, edge_dim=channels, reach=(4, option)
-        )
+            channels, heads=4, state_channels=16, edge_dim=channels, reach=(4, 256),
+            input_gate=option,
+        )  # fmt: skip
     elif arm == "gps":
         mixer = SelfAttention(channels, 4)
     elif arm == "gat":

@@ -13,7 +13,8 @@ plain or compressed: ``ky1`` to ``ky14``, ``L-TOWN``, ``KL``, ``Richmond_standar
 
 Arms, with the option that each searches (see ``protocol.py``):
 
-* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; reach
+* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
+  gate
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT (as GATRes, arXiv 2311.10579); depth

@@ -64,11 +64,11 @@ class ChimeraConv(ChimeraBlock):
 
     where :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` are projections of the nodes,
     followed by SiLU, the first two also normalized, with :math:`\bar{\mathbf{B}}_i =
-    s_i \mathbf{B}_i` for an input gate :math:`s_i = 1 - \sum_j A_{ij}`. The transitions
-    :math:`\mathbf{A}`, see :func:`~pyg_chimera.ops.chimera_transition`, come from
-    selectivities :math:`\Delta = \text{softplus}(\mathbf{W} \mathbf{x} + \mathbf{b})`
-    of nodes and, with :obj:`edge_dim`, edges. The system is solved exactly by sparse
-    elimination, unless :obj:`solver` says otherwise.
+    s_i \mathbf{B}_i` for an input gate :math:`s_i`. The transitions
+    :math:`\mathbf{A}`, see :func:`~pyg_chimera.ops.chimera_transition`, and
+    :math:`s_i` come from selectivities :math:`\Delta = \text{softplus}(\mathbf{W}
+    \mathbf{x} + \mathbf{b})` of nodes and, with :obj:`edge_dim`, edges. The system is
+    solved exactly by sparse elimination, unless :obj:`solver` says otherwise.
 
     :class:`~pyg_chimera.nn.ChimeraDAGConv` runs along directed acyclic graphs and
     :class:`~pyg_chimera.nn.ChimeraPathConv` along undirected paths, both in linear
@@ -93,15 +93,15 @@ class ChimeraConv(ChimeraBlock):
             :obj:`"paper"`)
         gamma (float, optional): Upper bound of the row sums of :math:`\mathbf{A}`
             under :obj:`"paper"`, in (0, 1]. (default: :obj:`1.0`)
-        input_gate (str, optional): :obj:`"tied"` to the transitions: a node reads from
-            its neighbours what its row of :math:`\mathbf{A}` holds, and from itself the
-            rest, :math:`s_i = 1 - \sum_j A_{ij}`, as :math:`1 - \bar{A}` in Mamba's
-            exact discretization of a leaky state. Rows of :math:`(\mathbf{I} -
-            \mathbf{A})^{-1} \, \text{diag}(\mathbf{s})` then sum to one: outputs are
-            weighted means over nodes, of one scale whatever the range, and a node whose
-            row is zero keeps its own value, as a boundary does. With :obj:`"free"`,
-            gates are selectivities of their own, as in the paper, and always so with
-            :obj:`normalization="released"`. (default: :obj:`"tied"`)
+        input_gate (str, optional): :obj:`"free"`: :math:`s_i` is a selectivity of its
+            own. With :obj:`"tied"`, a node takes from itself what its row of
+            :math:`\mathbf{A}` leaves of one, :math:`s_i = 1 - \sum_j A_{ij}`, as
+            :math:`1 - \bar{A}` in the exact discretization of a leaky state. Rows of
+            :math:`(\mathbf{I} - \mathbf{A})^{-1} \, \text{diag}(\mathbf{s})` then sum
+            to one: outputs are weighted means over nodes, of one scale whatever the
+            range, and a node whose row is zero keeps its own value, as boundaries do:
+            to be tried where targets are potentials. Not for
+            :obj:`normalization="released"`. (default: :obj:`"free"`)
         local_conv (bool, optional): Whether to add a depthwise mean over neighbours to
             :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU, in place of Mamba's
             short convolution. (default: :obj:`False`)
@@ -184,7 +184,7 @@ class ChimeraConv(ChimeraBlock):
         *,
         normalization: str = "paper",
         gamma: float = 1.0,
-        input_gate: str = "tied",
+        input_gate: str = "free",
         local_conv: bool = False,
         qk_norm: bool = True,
         norm: str | None = "rms",
@@ -197,7 +197,12 @@ class ChimeraConv(ChimeraBlock):
         check_flag("local_conv", local_conv)
         check_flag("qk_norm", qk_norm)
         check_option("normalization", normalization, ("paper", "released"))
-        check_option("input_gate", input_gate, ("tied", "free"))
+        check_option("input_gate", input_gate, ("free", "tied"))
+        if input_gate == "tied" and normalization == "released":
+            raise ValueError(
+                "'input_gate' must be 'free' with normalization='released', as rows of "
+                f"A may sum to more than one there, got {input_gate!r}"
+            )
         check_option("solver", solver, SOLVERS)
         check_number("gamma", gamma)
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):
@@ -219,7 +224,7 @@ class ChimeraConv(ChimeraBlock):
             )
         self.normalization = normalization
         self.gamma = gamma
-        self.tied = input_gate == "tied" and normalization == "paper"
+        self.tied = input_gate == "tied"
         self.qk_norm = qk_norm
         self.solver = solver
         self.num_terms = num_terms

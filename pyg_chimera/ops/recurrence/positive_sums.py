@@ -12,7 +12,7 @@ from pyg_chimera.ops.recurrence.resolvent_mix import resolvent_mix
 #: How far a sum may be, relative to its size, from what reaches it over edges.
 _MOST_OFF = 1e-10
 #: Sums that are smaller, relative to the largest, are at the mercy of rounding.
-_SMALL = 1e-6
+_SMALL = 1e-4
 
 
 def positive_sums(

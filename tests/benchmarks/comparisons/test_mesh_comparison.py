@@ -266,7 +266,7 @@ def test_graphs_count_alike_in_the_error():
 @pytest.mark.parametrize("arm", compared.ARMS)
 def test_models_have_one_size(arm):
     study = compared.get_study("poisson")
-    ours = study.build("chimera", 64, *study.sizes("chimera", 64, 64))
+    ours = study.build("chimera", "free", *study.sizes("chimera", "free", 64))
     size = common.count_parameters(ours)
     for option in compared.ARMS[arm][1]:
         model = study.build(arm, option, *study.sizes(arm, option, 64))
@@ -303,7 +303,13 @@ def test_arms_are_trained_and_tested(problem, call, tmp_path, refused):
         assert keys <= set(row)
         assert all(row[key] > 0 for key in keys)
     assert rows["mean"]["test_unexplained"] >= 1
-    search = tmp_path / "out" / "chimera" / "search-reach-64-lr-0.001" / "results.json"
+    search = (
+        tmp_path
+        / "out"
+        / "chimera"
+        / "search-input_gate-free-lr-0.001"
+        / "results.json"
+    )
     found = json.loads(search.read_text())
     assert "test_unexplained" not in found["best"]
     assert found["config"]["problem"] == problem

@@ -39,8 +39,8 @@ def small(tmp_path, network="Net3"):
 
 @pytest.mark.parametrize("arm", compared.ARMS)
 def test_models_have_one_size(arm):
-    ours = compared.STUDY.sizes("chimera", 64, 64)
-    size = common.count_parameters(compared.build_model("chimera", 64, *ours))
+    ours = compared.STUDY.sizes("chimera", "free", 64)
+    size = common.count_parameters(compared.build_model("chimera", "free", *ours))
     for option in compared.ARMS[arm][1]:
         model = compared.build_model(
             arm, option, *compared.STUDY.sizes(arm, option, 64)
