@@ -89,6 +89,7 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
         "water_networks",
         "meshes",
         "power_grids",
+        "rna",
     ],
 )
 def test_comparison(shell, tmp_path, name):
