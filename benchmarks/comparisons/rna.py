@@ -21,7 +21,8 @@ degraded (OpenVaccine, three conditions)::
 
 Arms, with the option that each searches (see ``protocol.py``):
 
-* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; reach
+* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
+  gate
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT; depth

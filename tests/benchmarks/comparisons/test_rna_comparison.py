@@ -272,7 +272,7 @@ def test_means_of_bases_that_are_alike():
 @pytest.mark.parametrize("arm", compared.ARMS)
 def test_models_have_one_size(arm, task):
     study = compared.get_study(task)
-    ours = study.build("chimera", 64, *study.sizes("chimera", 64, 64))
+    ours = study.build("chimera", "free", *study.sizes("chimera", "free", 64))
     size = common.count_parameters(ours)
     for option in compared.ARMS[arm][1]:
         model = study.build(arm, option, *study.sizes(arm, option, 64))
