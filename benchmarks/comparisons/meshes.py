@@ -24,7 +24,7 @@ Arms, with the option that each searches (see ``protocol.py``):
 * ``gat``: residual blocks of GAT; depth
 * ``mlp``: a network of each node alone; depth
 * ``meshgraphnets``: processors of MeshGraphNets (arXiv 2010.03409); depth
-* ``graph-unet``: PyG's GraphUNet (arXiv 1905.05178); depth
+* ``graph-unet``: PyG's GraphUNet (arXiv 1905.05178), without features of edges; depth
 
 Beside them are the mean of the given values and their harmonic extension, the solution
 for constant k without load or velocity. ``unexplained`` is the share of the variance

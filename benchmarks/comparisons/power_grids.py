@@ -21,7 +21,8 @@ Arms, with the option that each searches (see ``protocol.py``):
 * ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
   gate
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
-* ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
+* ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings,
+  of the grid with all its branches
 * ``gat``: residual blocks of GAT and a feed-forward network; depth
 * ``hops``: three blocks of messages along edges, a filter of K hops and a feed-forward
   network (as PowerFlowNet, arXiv 2311.03415); K

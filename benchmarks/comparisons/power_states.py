@@ -36,6 +36,8 @@ TRIES = 5
 TOLERANCE, STEPS = 1e-8, 12
 #: What the slack may feed in beside its schedule, and solutions to get there.
 BALANCE, ROUNDS = 0.01, 4
+#: Of the states: to be raised when they change, so that files of others are not read.
+VERSION = 1
 
 
 class Grid(NamedTuple):
@@ -422,7 +424,7 @@ class PowerStates(Dataset):
         for path in grids:
             content = path.read_bytes() + repr(pre_transform).encode()
             digest = sha256(content).hexdigest()[:10]
-            name = f"{path.stem}-{digest}-{num_states}-seed{seed}.pt"
+            name = f"{path.stem}-{digest}-{num_states}-seed{seed}-v{VERSION}.pt"
             out = folder / "power-states" / name
             if not out.exists():
                 rng = np.random.default_rng([seed, int(digest, 16)])

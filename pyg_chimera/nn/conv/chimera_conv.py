@@ -98,10 +98,11 @@ class ChimeraConv(ChimeraBlock):
             :math:`\mathbf{A}` leaves of one, :math:`s_i = 1 - \sum_j A_{ij}`, as
             :math:`1 - \bar{A}` in the exact discretization of a leaky state. Rows of
             :math:`(\mathbf{I} - \mathbf{A})^{-1} \, \text{diag}(\mathbf{s})` then sum
-            to one: outputs are weighted means over nodes, of one scale whatever the
-            range, and a node whose row is zero keeps its own value, as boundaries do:
-            to be tried where targets are potentials. Not for
-            :obj:`normalization="released"`. (default: :obj:`"free"`)
+            to one, unless :obj:`solver` truncates: nodes read weighted means of values
+            times products of keys and queries, of one scale whatever the range, and one
+            whose row is zero reads itself alone, as boundaries do. To be tried where
+            targets are potentials; where content is matched over a distance, it learns
+            less. Not for :obj:`normalization="released"`. (default: :obj:`"free"`)
         local_conv (bool, optional): Whether to add a depthwise mean over neighbours to
             :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU, in place of Mamba's
             short convolution. (default: :obj:`False`)
@@ -141,7 +142,8 @@ class ChimeraConv(ChimeraBlock):
             at most 512 steps in float32, :math:`1 / \mathrm{arcosh}(1 / \gamma)` with
             :obj:`gamma` below one, and 4.5 with :obj:`normalization="released"`. The
             mixed signal starts about ten times as large as the skip connection, or as
-            large without :obj:`norm` (not with :obj:`"released"`). With :obj:`None`,
+            large without :obj:`norm` (not with :obj:`"released"`; with
+            :obj:`input_gate="tied"`, a fifth to a half as large). With :obj:`None`,
             selectivities start as in the paper, log-uniform in [0.001, 0.1]. (default:
             :obj:`(4, 64)`)
         solver (str, optional): See :func:`~pyg_chimera.ops.resolvent_mix`. (default:
@@ -224,11 +226,11 @@ class ChimeraConv(ChimeraBlock):
             )
         self.normalization = normalization
         self.gamma = gamma
-        self.tied = input_gate == "tied"
+        self.input_gate = input_gate
         self.qk_norm = qk_norm
         self.solver = solver
         self.num_terms = num_terms
-        self.add_parameters(4 - self.tied, kernel=1 + local_conv, norm=norm)
+        self.add_parameters(4 - self._tied, kernel=1 + local_conv, norm=norm)
         self.log_sums = None
         if log_sums > 0:
             self.log_sums = LogSums(
@@ -241,12 +243,16 @@ class ChimeraConv(ChimeraBlock):
         super().reset_parameters()
         reset(self.log_sums)
 
+    @property
+    def _tied(self) -> bool:
+        return self.input_gate == "tied"
+
     def _set_reach(self, steps: Tensor) -> None:
         if self.normalization == "released":  # its input gate has no bias
             self._set_row_sums(steps, self.gamma, fixed=0.05, least=1e-4)
             return
         reached = self._set_row_sums(steps, self.gamma)
-        if not self.tied:
+        if not self._tied:
             softplus_(self.delta_bias[3], self._input_gates(reached))
 
     def forward(
@@ -296,9 +302,9 @@ class ChimeraConv(ChimeraBlock):
             input_gate = nodes.delta[:, 3]  # without bias and softplus
         else:
             full, rest = transition_and_rest(*given, self.gamma, torch.float64)
-            input_gate = rest if self.tied else free[0]
+            input_gate = rest if self._tied else free[0]
         weight = self.explained(full, num_nodes)
-        if self.tied and weight is not full:  # a node reads from itself what is masked
+        if self._tied and weight is not full:  # a node reads from itself what is masked
             masked = (full - weight).to(rest.dtype)
             input_gate = rest.index_add(0, edge_index[1].long(), masked)
         graph = edge_index, weight, batch

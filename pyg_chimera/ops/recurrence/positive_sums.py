@@ -31,8 +31,8 @@ def positive_sums(
     As no terms cancel, those of elimination are. Iterations, and dense matrices with
     pivoting, round off what is small beside the largest sum. So they are only a start:
     the sums that are off are computed again, as a system of their own, from the exact
-    ones that they border. Where contents cannot be read, as within compilers, they are
-    NaN instead.
+    ones that they border, and with them all that are small beside the largest one of
+    the batch. Where contents cannot be read, as within compilers, they are NaN instead.
 
     Sources m are float64 [V, heads, K], and weights float64 [E, heads]. The rest is as
     in `resolvent_mix`.

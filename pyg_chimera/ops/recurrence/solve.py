@@ -12,6 +12,7 @@ from pyg_chimera.ops.common.checks import (
     check_shape,
     readable,
 )
+from pyg_chimera.ops.common.torch_private import is_followed
 from pyg_chimera.ops.recurrence.dag_scan import dag_scan
 from pyg_chimera.ops.recurrence.resolvent_mix import resolvent_mix
 
@@ -82,8 +83,8 @@ def solve(
             :class:`ValueError`.
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, or :math:`\mathbf{I} - \mathbf{A}` is
-            singular or nearly so, which is not found out in compiled functions and
-            within :func:`unchecked`.
+            singular or nearly so, which is not found out in compiled functions, in
+            transforms such as :func:`torch.func.vmap`, and within :func:`unchecked`.
         TypeError: If a tensor has the wrong dtype.
     """
     value, weight = (x.double() for x in check_floats(b=b, edge_weight=edge_weight))
@@ -94,7 +95,7 @@ def solve(
     check_flag("acyclic", acyclic)
     num_nodes = b.size(0)
     value = value[:, None] if b.dim() == 2 else value[:, None, None]
-    is_checked = readable() and not acyclic
+    is_checked = readable() and not (acyclic or is_followed())
     if is_checked:
         check_edge_index(edge_index, num_nodes)
         check_shape("edge_weight", edge_weight, "[edges]", [edge_index.size(1)])
@@ -120,10 +121,9 @@ def _probes(edge_index: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
     r"""Right-hand sides [V, 2] with solutions as large as the condition number of
     Skeel, the largest entry of :math:`|(I - A)^{-1}| |I - A| 1`, or nearly so.
 
-    The row sums of :math:`|I - A|` have it exactly if weights are not negative; with
-    random signs, they are hardly ever orthogonal to the rows of the inverse.
+    The row sums of :math:`|I - A|` have it exactly if weights are not negative. Times
+    irregular factors, they are orthogonal to no row of an inverse that one meets.
     """
     sizes = weight.new_ones(num_nodes).index_add(0, edge_index[1], weight.abs())
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (num_nodes,), generator=generator).to(sizes) * 2 - 1
-    return torch.stack([sizes, sizes * signs], 1)
+    number = torch.arange(num_nodes, dtype=sizes.dtype, device=sizes.device)
+    return torch.stack([sizes, sizes * torch.cos(number.square() + number)], 1)
