@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import Task, main, make_parser, parse
+from common import Task, main, make_parser
 from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import connected_components
@@ -617,13 +617,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     add("--problem", choices=PROBLEMS, default="poisson", help="default: poisson")
     root = Path("data", "meshes")
     add("--processed-root", type=Path, default=root, help=f"default: {root}")
-    get_study("poisson").add_arguments(parser)
-
-    def recipe(args: Namespace) -> dict[str, Any]:
-        preset = args.preset or "default"
-        return {"preset": preset, **PRESETS[preset]}
-
-    args = parse(parser, argv, recipe)
+    args = get_study("poisson").parse(parser, argv, PRESETS)
     args.out = args.out or Path("runs", "meshes", args.problem, args.preset)
     return args
 

@@ -31,6 +31,7 @@ from common import (
     fit_all,
     match_size,
     open_run,
+    parse,
     planned_epochs,
     positive_float,
     positive_int,
@@ -154,8 +155,13 @@ class Study:
     load: Callable[[Namespace], dict[str, Any]]
     untrained: Callable[[dict[str, Any]], Rows] = lambda _: {}
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Adds what the command lines of all studies have."""
+    def parse(
+        self,
+        parser: ArgumentParser,
+        argv: list[str] | None,
+        presets: dict[str, dict[str, Any]],
+    ) -> Namespace:
+        """The command line, with what all studies have, completed by a preset."""
         add = parser.add_argument_group("study").add_argument
         add("--arms", choices=self.arms, nargs="+", default=list(self.arms),
             metavar="ARM", help=f"of {', '.join(self.arms)}; default: all")  # fmt: skip
@@ -164,6 +170,12 @@ class Study:
         )  # fmt: skip
         add("--seeds", type=positive_int, help="default: 3")
         add("--status", action="store_true", help="only list what is missing in --out")
+
+        def recipe(args: Namespace) -> dict[str, Any]:
+            preset = args.preset or "default"
+            return {"preset": preset, **presets[preset]}
+
+        return parse(parser, argv, recipe)
 
     @cache  # noqa: B019, as a study lasts as long as its script
     def sizes(self, arm: str, option: Any, channels: int) -> tuple[int, int]:

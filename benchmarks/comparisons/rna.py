@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import Task, main, make_parser, parse
+from common import Task, main, make_parser
 from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
 from torch import Tensor
 from torch.nn import GRU, LayerNorm, Linear, Module
@@ -443,13 +443,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__doc__, ["default"], root="data/rna")
     add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="families", help="default: families")
-    get_study("families").add_arguments(parser)
-
-    def recipe(args: Namespace) -> dict[str, Any]:
-        preset = args.preset or "default"
-        return {"preset": preset, **PRESETS[preset]}
-
-    args = parse(parser, argv, recipe)
+    args = get_study("families").parse(parser, argv, PRESETS)
     args.out = args.out or Path("runs", "rna", args.task, args.preset)
     return args
 

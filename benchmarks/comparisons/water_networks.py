@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Task, main, make_parser, parse
+from common import Task, main, make_parser
 from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
 from scipy.sparse import coo_array, diags_array
 from scipy.sparse.csgraph import connected_components
@@ -199,13 +199,7 @@ STUDY = Study(ARMS, build_model, get_task, get_datasets, untrained)
 def get_args(argv: list[str] | None = None) -> Namespace:
     """The command line, completed by a recipe."""
     parser = make_parser(__doc__, ["default"], root=".", processed=True)
-    STUDY.add_arguments(parser)
-
-    def recipe(args: Namespace) -> dict[str, Any]:
-        preset = args.preset or "default"
-        return {"preset": preset, **PRESETS[preset]}
-
-    args = parse(parser, argv, recipe)
+    args = STUDY.parse(parser, argv, PRESETS)
     args.out = args.out or Path("runs", "water-networks", args.preset)
     return args
 

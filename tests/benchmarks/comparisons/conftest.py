@@ -38,6 +38,19 @@ def interrupt():
 
 
 @pytest.fixture
+def smoke(tmp_path, monkeypatch):
+    """Runs a comparison in one folder, in seconds and without pictures."""
+    monkeypatch.setattr("common.draw_curves", lambda *_: None)
+
+    def smoke(get_args, run, *argv):
+        fixed = "--smoke", "--device", "cpu", "--out", str(tmp_path / "out")
+        args = get_args([*fixed, *argv])
+        return run(args)
+
+    return smoke
+
+
+@pytest.fixture
 def refused(capsys):
     """Calls what must end the program with one line, and returns the line."""
 

@@ -1,6 +1,7 @@
 """The meshes, finite elements and models of the comparison on them."""
 
 import json
+from functools import partial
 
 import common
 import meshes as compared
@@ -15,22 +16,14 @@ from torch_geometric.utils import contains_isolated_nodes, is_undirected
 SCALARS = ("poisson", "convection-diffusion")
 
 
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    monkeypatch.setattr(common, "draw_curves", lambda *_: None)
-
-
 @pytest.fixture
-def call(tmp_path):
-    """Runs the comparison in one folder, on few small meshes."""
+def call(smoke, tmp_path):
+    """Runs the comparison on few small meshes."""
 
-    def call(*argv):
-        argv = ("--smoke", "--device", "cpu", "--out", str(tmp_path / "out"), *argv)
-        argv += ("--processed-root", str(tmp_path))
-        args = compared.get_args(list(argv))
+    def run(args):
         return compared.get_study(args.problem).run(args)
 
-    return call
+    return partial(smoke, compared.get_args, run, "--processed-root", str(tmp_path))
 
 
 def draw_case(problem, seed, nodes=300):

@@ -1,6 +1,7 @@
 """The states of power flow, and the protocol by which models of them are compared."""
 
 import json
+from functools import partial
 
 import common
 import numpy as np
@@ -45,11 +46,6 @@ MAGNITUDES = [1.060, 1.045, 1.010, 1.018, 1.020, 1.070, 1.062, 1.090]
 MAGNITUDES += [1.056, 1.051, 1.057, 1.055, 1.050, 1.036]
 
 
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    monkeypatch.setattr(common, "draw_curves", lambda *_: None)
-
-
 @pytest.fixture
 def ieee(tmp_path):
     path = tmp_path / "case14.m"
@@ -58,15 +54,10 @@ def ieee(tmp_path):
 
 
 @pytest.fixture
-def call(tmp_path):
-    """Runs the comparison in one folder, on few states of generated grids."""
-
-    def call(*argv):
-        argv = ("--smoke", "--device", "cpu", "--out", str(tmp_path / "out"), *argv)
-        argv += ("--processed-root", str(tmp_path))
-        return compared.STUDY.run(compared.get_args(list(argv)))
-
-    return call
+def call(smoke, tmp_path):
+    """Runs the comparison on few states of generated grids."""
+    fixed = compared.get_args, compared.STUDY.run, "--processed-root", str(tmp_path)
+    return partial(smoke, *fixed)
 
 
 def as_filed(grid) -> Drawn:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from functools import partial
 
 import common
 import numpy as np
@@ -11,21 +12,14 @@ import torch
 from torch_geometric.data import Batch, Data
 
 
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    monkeypatch.setattr(common, "draw_curves", lambda *_: None)
-
-
 @pytest.fixture
-def call(tmp_path):
-    """Runs the comparison in one folder, on few molecules that it makes."""
+def call(smoke):
+    """Runs the comparison on few molecules that it makes."""
 
-    def call(*argv):
-        argv = ("--smoke", "--device", "cpu", "--out", str(tmp_path / "out"), *argv)
-        args = compared.get_args(list(argv))
+    def run(args):
         return compared.get_study(args.task).run(args)
 
-    return call
+    return partial(smoke, compared.get_args, run)
 
 
 # Structures ----------------------------------------------------------------------

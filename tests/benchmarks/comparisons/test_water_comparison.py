@@ -1,6 +1,7 @@
 """The protocol by which models of water networks are compared."""
 
 import json
+from functools import partial
 
 import common
 import protocol
@@ -15,21 +16,11 @@ import water  # the example
 import water_networks as compared
 
 
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    monkeypatch.setattr(common, "draw_curves", lambda *_: None)
-
-
 @pytest.fixture
-def call(tmp_path):
-    """Runs the comparison in one folder, on few states of small networks."""
-
-    def call(*argv):
-        argv = ("--smoke", "--device", "cpu", "--out", str(tmp_path / "out"), *argv)
-        argv += ("--processed-root", str(tmp_path))
-        return compared.STUDY.run(compared.get_args(list(argv)))
-
-    return call
+def call(smoke, tmp_path):
+    """Runs the comparison on few states of small networks."""
+    fixed = compared.get_args, compared.STUDY.run, "--processed-root", str(tmp_path)
+    return partial(smoke, *fixed)
 
 
 def small(tmp_path, network="Net3"):
