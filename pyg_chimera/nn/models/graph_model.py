@@ -145,9 +145,9 @@ class GraphModel(TakesTensors, torch.nn.Module):
             or a function that builds a layer from its position in the stack, or the
             description of a layer as plain data: the name of its class in
             :mod:`pyg_chimera.nn` or :mod:`torch_geometric.nn` and its arguments, as in
-            :obj:`{"class": "GPSLayer", "channels": 64, "mixer": {"class":
-            "ChimeraConv", "in_channels": 64}}`. A layer is a
-            :class:`~pyg_chimera.nn.GPSLayer` or any :obj:`layer(x, edge_index, ...)`.
+            ``{"class": "GPSLayer", "channels": 64, "mixer": {"class": "ChimeraConv",
+            "in_channels": 64}}``. A layer is a :class:`~pyg_chimera.nn.GPSLayer` or any
+            :obj:`layer(x, edge_index, ...)`.
             Of :obj:`batch`, :obj:`edge_attr` and further arguments, it gets those that
             its forward method accepts. It returns nodes, or nodes and edges.
         num_layers (int, optional): The number of layers, required if :obj:`layers` is a
