@@ -166,9 +166,9 @@ class ChimeraConv(ChimeraBlock):
             :meth:`forward`)
         form (str, optional): The same sums in another order: :obj:`"state"` carries a
             matrix for each node through the factors, :obj:`"mask"` computes
-            :math:`(\mathbf{I} - \mathbf{A})^{-1}` of each graph and multiplies matrices,
-            which is faster on small graphs, and :obj:`"chunk"` does both, on paths.
-            (default: :obj:`"auto"`, the fastest by prediction)
+            :math:`(\mathbf{I} - \mathbf{A})^{-1}` of each graph and multiplies
+            matrices, which is faster on small graphs, and :obj:`"chunk"` does both, on
+            paths. (default: :obj:`"auto"`, the fastest by prediction)
         backend (str, optional): What computes: kernels for CPUs (:obj:`"numba"`) or
             GPUs (:obj:`"triton"`), dense matrices on any device (:obj:`"torch"`), or a
             slow :obj:`"reference"` to test against. (default: :obj:`"auto"`, the
