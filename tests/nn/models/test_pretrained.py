@@ -205,7 +205,6 @@ def test_configuration_can_be_read(saved):
 WATER = ROOT / "docs" / "weights" / "water_networks"
 
 
-@pytest.mark.skipif(not WATER.exists(), reason="weights are not in source archives")
 def test_the_weights_for_water_networks(tmp_path):
     pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
     states = WaterNetworks(
