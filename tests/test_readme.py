@@ -96,7 +96,7 @@ def test_readme_keeps_its_promises():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (example,) = blocks("README.md")
     assert len([line for line in example.splitlines() if line.strip()]) <= 16
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 110
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in ("demo", "test", "lint", "docs", "bench", "help"):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
