@@ -57,9 +57,10 @@ class ChimeraConv(ChimeraBlock):
     reached from all others.
 
     .. math::
-        \mathbf{y} = \left( (\mathbf{I} - \mathbf{A})^{-1} \odot \mathbf{C}
-        \bar{\mathbf{B}}^{\top} \right) \mathbf{V}, \qquad
-        \mathbf{x}'_i = \mathbf{W}_{\text{out}} \left( \text{RMSNorm}(\mathbf{y}_i +
+        \mathbf{y} &= \left( (\mathbf{I} - \mathbf{A})^{-1} \odot \mathbf{C}
+        \bar{\mathbf{B}}^{\top} \right) \mathbf{V}
+
+        \mathbf{x}'_i &= \mathbf{W}_{\text{out}} \left( \text{RMSNorm}(\mathbf{y}_i +
         \mathbf{D} \odot \mathbf{v}_i) \odot \text{SiLU}(\mathbf{z}_i) \right)
 
     where :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` are projections of the nodes,
