@@ -85,7 +85,7 @@ class PLSTMConv(PLSTMBlock):
     around it, such as :class:`~pyg_chimera.nn.GPSLayer`. For images and sequences,
     there is :class:`~pyg_chimera.nn.PLSTMGridConv`.
 
-    Args:
+    Size:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
             from the first input.
         out_channels (int, optional): Size of each output sample. (default:
@@ -94,10 +94,15 @@ class PLSTMConv(PLSTMBlock):
             :obj:`out_channels`. (default: the largest of 4, 2 and 1 that does)
         state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
             :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
-        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
-            are recommended. (default: :obj:`"P"`)
+        num_dags (int, optional): The number of given DAGs. (default: :obj:`1`)
         edge_dim (int, optional): Size of edge features, on which the gates then also
             depend, or :obj:`-1`. (default: :obj:`None`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
+            always have one. (default: :obj:`True`)
+
+    Recurrence:
+        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
+            are recommended. (default: :obj:`"P"`)
         order (str, optional): With :obj:`"order"`, :obj:`"degree"` or :obj:`"bfs"`, the
             nodes are ordered by :func:`~pyg_chimera.ops.node_order`, and there are two
             DAGs: the edges from earlier to later nodes, and those from later to earlier
@@ -110,7 +115,6 @@ class PLSTMConv(PLSTMBlock):
             and descendants influence each other. Turns take time and memory for each
             pair of later neighbours of a node, which are many if a hub comes early in
             the order, as by :obj:`"bfs"`. (default: :obj:`True`)
-        num_dags (int, optional): The number of given DAGs. (default: :obj:`1`)
         normalization (str, optional): Under :obj:`"P"`: :obj:`"column"`, as above, or
             :obj:`"row"`, a softmax over the edges that enter a node, so that a signal's
             largest state in a DAG does not grow. :obj:`"D"` has no normalization.
@@ -129,8 +133,8 @@ class PLSTMConv(PLSTMBlock):
             :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
             first, as in the paper, and learning to tell near from far takes longer.
             (default: :obj:`(4, 64)`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
-            always have one. (default: :obj:`True`)
+
+    Execution:
         form (str, optional): :obj:`"state"`, :obj:`"chunk"` (on paths) or
             :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
