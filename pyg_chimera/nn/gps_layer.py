@@ -380,6 +380,8 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
             if name.startswith(prefix)
         }
         shared = {"batch": batch}
+        if "pad_node_mask" in kwargs:
+            shared["pad_node_mask"] = kwargs["pad_node_mask"]
         if batch is None and issubclass(self._routes[role].kind, GatedGCNConv):
             # One graph here, but to GatedGCNConv, perhaps many.
             shared["batch"] = torch.zeros(x.size(0), dtype=torch.long, device=x.device)

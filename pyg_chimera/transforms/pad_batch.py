@@ -15,8 +15,7 @@ from pyg_chimera.transforms._inputs import Transform
 
 __all__ = ["PadBatch"]
 
-#: Numbers of nodes and edges are multiples of it, for which Triton and Inductor compile
-#: kernels of their own.
+#: Of numbers of nodes and edges. For others, Triton would compile further kernels.
 _MULTIPLE = 16
 #: What PyG batches as a list, or numbers as a tensor.
 _PLAIN = (str, bool, int, float, type(None))

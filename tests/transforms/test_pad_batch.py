@@ -285,10 +285,30 @@ def test_the_host_waits_for_no_mask():
     assert found == set()
 
 
-def test_norm_of_one_row_and_of_edges():
+@pytest.mark.parametrize("norm", ["batch_norm", "graph_batch_norm"])
+def test_a_layer_whose_mixer_has_edges_of_its_own(norm):
+    graphs = trees(*SIZES)
+    batch, padded = Batch.from_data_list(graphs), PadBatch()(graphs)
+    conv, mixer = GatedGCNConv(C, C, norm=norm), GatedGCNConv(C, C, norm=norm)
+    options = {"arrangement": "parallel", "norm": norm}
+    layer = GPSLayer(C, conv, mixer, **options).double()
+    outs = [
+        layer(
+            data.x, data.edge_index, data.batch,
+            mixer_edge_index=data.edge_index.flip(0), **masks,
+        )
+        for data, masks in (
+            (batch, {}), (padded, {"pad_node_mask": padded.pad_node_mask})
+        )
+    ]  # fmt: skip
+    assert_near(outs[1][: batch.num_nodes], outs[0], 1e-9)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_norm_of_few_rows(momentum):
     """Masks of one row, and of none, leave running statistics as they are."""
     for number in (0, 1, 5):
-        norm, plain = (GraphBatchNorm(C).double() for _ in range(2))
+        norm, plain = (GraphBatchNorm(C, momentum=momentum).double() for _ in "12")
         x = torch.randn(6, C).double()
         mask = torch.arange(6) < number
         got = norm(x, torch.arange(6) // 5, mask)
