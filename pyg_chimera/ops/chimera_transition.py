@@ -16,6 +16,7 @@ from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_sha
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.operator import one_by_one
 from pyg_chimera.ops.common.portability import is_portable, portable_form
+from pyg_chimera.ops.common.torch_private import NOT_IN_CUDA_GRAPHS
 from pyg_chimera.ops.edge_softmax import edge_softmax
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
@@ -337,7 +338,9 @@ def _log_path_transition(
     return (log_weight - mirrored) / 2, fall / 2
 
 
-@torch.library.custom_op("pyg_chimera::path_scale", mutates_args=())
+@torch.library.custom_op(
+    "pyg_chimera::path_scale", mutates_args=(), **NOT_IN_CUDA_GRAPHS
+)
 def _path_scale(
     gain: Tensor, source: Tensor, node: Tensor, there: Tensor, back: Tensor
 ) -> Tensor:

@@ -3,6 +3,7 @@ from os import PathLike
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import MLP
@@ -21,6 +22,7 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route
+from pyg_chimera.nn.graph_batch_norm import masked_norm
 from pyg_chimera.nn.models._pretrained import (
     build,
     load_model,
@@ -270,6 +272,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
 
         self.node_encoder = _encoder(in_channels, channels - taken)
         self.encodings = torch.nn.ModuleDict(encodings)
+        self._encoder_routes = [Route.of(x) for x in self.encodings.values()]
         self.edge_encoder = None if edge_dim is None else _encoder(edge_dim, channels)
         self.layers = torch.nn.ModuleList(_make_layers(layers, num_layers))
         self._routes = [Route.of(layer, graph=True) for layer in self.layers]
@@ -401,6 +404,8 @@ class GraphModel(TakesTensors, torch.nn.Module):
             "edge_index": _attribute(data, adj, "the layers are called with"),
             "batch": data.batch if "batch" in data else None,
         }
+        if "pad_node_mask" in data:
+            args["pad_node_mask"] = data.pad_node_mask
         # The values of an 'adj_t' may be the edge features.
         if self.edge_encoder is not None and (adj != "adj_t" or "edge_attr" in data):
             reader = f"a model with edge_dim={self.edge_dim} reads"
@@ -431,6 +436,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
         batch_size: int | None = None,
         edge_label_index: Tensor | None = None,
         encodings: Mapping[str, Tensor] | None = None,
+        pad_node_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         r"""Runs the forward pass of the module.
@@ -448,6 +454,9 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 edge head scores. (default: :obj:`None`)
             encodings (Mapping[str, torch.Tensor], optional): The inputs of the encoders
                 in :obj:`encodings`, by name. (default: :obj:`None`)
+            pad_node_mask (torch.Tensor, optional): The nodes that are no padding, bool,
+                see :class:`~pyg_chimera.transforms.PadBatch`. Batch norms leave the
+                others, and graphs of them, out. (default: :obj:`None`)
             **kwargs (optional): Further arguments of the layers, by name.
         """
         for name in kwargs:
@@ -476,11 +485,16 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 f"has encoders, got {sorted(encodings or {})}."
             )
 
+        masks = {} if pad_node_mask is None else {"pad_node_mask": pad_node_mask}
         x = _encode(self.node_encoder, x, "x")
         check_inputs(x, batch=batch)
         batch = None if batch is None else batch.long()
         if encodings:
-            parts = [self.encodings[name](encodings[name]) for name in self.encodings]
+            pairs = zip(self.encodings.items(), self._encoder_routes, strict=True)
+            parts = [
+                encoder(encodings[name], **route.select(masks))
+                for (name, encoder), route in pairs
+            ]
             x = torch.cat([x, *parts], dim=-1)
         if edge_attr is not None and self.edge_encoder is not None:
             edge_attr = _encode(self.edge_encoder, edge_attr, "edge_attr")
@@ -489,18 +503,21 @@ class GraphModel(TakesTensors, torch.nn.Module):
         for i, (route, layer) in enumerate(
             zip(self._routes, self.layers, strict=False)
         ):
-            given = {"batch": batch, "edge_attr": edge_attr, **kwargs}
+            given = {"batch": batch, "edge_attr": edge_attr, **masks, **kwargs}
             args = {k: v for k, v in given.items() if route.accepts(k, layer)}
             out = route.call(layer, x, edge_index, batch, args)
             x, edge_attr = self._outputs(i, out, edge_attr)
-        x = self.norm(x, batch)
+        x, mask = self.norm(x, batch, pad_node_mask), pad_node_mask
 
         if self.pool is not None:
             if batch is None:  # One graph, even if it has no nodes.
                 batch_size = 1
             x = self.pool(x, batch, dim_size=batch_size)
+            if mask is not None and batch is not None:  # graphs without padding
+                padding = mask.new_zeros(x.size(0), dtype=torch.long)
+                mask = padding.index_add(0, batch, (~mask).long()) == 0
         if edge_label_index is None:
-            return self.mlp(x)
+            return self._predict(x, mask)
         if readable():
             check_edge_index(edge_label_index, x.size(0), "edge_label_index")
         source, target = check_edges("edge_label_index", edge_label_index, x)
@@ -508,6 +525,16 @@ class GraphModel(TakesTensors, torch.nn.Module):
             return self.mlp(torch.cat([x[source], x[target]], dim=-1))
         x = self.mlp(x)
         return (x[source] * x[target]).sum(dim=-1, keepdim=True)
+
+    def _predict(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The head's network; batch norms leave rows out that are not in the mask."""
+        if mask is None:
+            return self.mlp(x)
+        mlp = self.mlp
+        for lin, norm, p in zip(mlp.lins, mlp.norms, mlp.dropout, strict=False):
+            x = masked_norm(norm, lin(x), mask)
+            x = F.dropout(x if mlp.act is None else mlp.act(x), p, self.training)
+        return mlp.lins[-1](x)
 
     def _edges(
         self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None
