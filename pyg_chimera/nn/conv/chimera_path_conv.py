@@ -198,7 +198,8 @@ class ChimeraPathConv(ChimeraBlock):
         out, lost = self._summed(y, log_scale, value)
         known = readable() and not is_followed()
         if known and bool(lost.any()):
-            out, lost = self._summed(*apart(), value)
+            y, log_scale = apart()
+            out, lost = self._summed(y, log_scale, value)
             known = False
         if not known:
             out = out.masked_fill(lost.unsqueeze(1), torch.nan)

@@ -100,7 +100,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def extremes(x: Tensor) -> tuple[int, int]:
     """The smallest and the largest of some integers; a GPU is waited for once."""
-    if x.is_cpu:
+    if type(x) is Tensor and x.is_cpu:  # without calls
         found = as_array(x if x.dtype == torch.long else x.long())
         return int(found.min()), int(found.max())
     low, high = torch.stack(torch.aminmax(x)).tolist()
