@@ -132,7 +132,8 @@ class ChimeraPathConv(ChimeraBlock):
             return y, scale
 
         # Too large a scale for small values is found out.
-        log_value = _largest(value).clamp(min=math.exp(-40)).log()
+        with torch.no_grad():
+            log_value = _largest(value).clamp(min=math.exp(-40)).log()
         y, scale = mix(query, key, value, logs, log_value)
         return self.output(
             y, nodes, value, scale, partial(self._mix_apart, nodes, logs, mix)
@@ -215,14 +216,14 @@ class ChimeraPathConv(ChimeraBlock):
         the skip connection, or the norm's epsilon, what vanishes may be large.
         """
         most = 0.7 * math.log(torch.finfo(y.dtype).max)
-        skip, log = self.skip.view(-1, 1) * value, log_scale.detach()
-        of_row = tuple(range(1, log.dim()))
-        log_size = (_largest(y).log() + log).amax(of_row)
-        least = _largest(skip).amax(1).clamp(min=1e-5**0.5).log()
-        log_size = log_size.maximum(least)
-        lost = log.amax(of_row) - most > log_size
-        # The norm of a row far above its epsilon is that of any multiple.
-        rest = (log_size - 20).clamp(min=0).view(-1, *(1 for _ in of_row))
+        skip, of_row = self.skip.view(-1, 1) * value, tuple(range(1, log_scale.dim()))
+        with torch.no_grad():
+            log_size = (_largest(y).log() + log_scale).amax(of_row)
+            least = _largest(skip).amax(1).clamp(min=1e-5**0.5).log()
+            log_size = log_size.maximum(least)
+            lost = log_scale.amax(of_row) - most > log_size
+            # The norm of a row far above its epsilon is that of any multiple.
+            rest = (log_size - 20).clamp(min=0).view(-1, *(1 for _ in of_row))
         y = y * torch.exp(log_scale - rest).to(y.dtype).unsqueeze(-1)
         y = y.sum(2) if y.dim() == 4 else y
         y = y + skip * torch.exp(-rest).to(skip.dtype).view(-1, 1, 1)
@@ -247,8 +248,8 @@ class _Logs(NamedTuple):
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value of each last row, as a constant."""
-    return torch.linalg.vector_norm(x.detach(), torch.inf, -1)
+    """The largest absolute value of each last row; `vector_norm` is slower by far."""
+    return x.abs().amax(-1)
 
 
 def log_softplus(x: Tensor, softplus: Tensor) -> Tensor:
