@@ -3,6 +3,7 @@
 The files have the names that PyTorch Geometric and Hugging Face give them.
 """
 
+import hashlib
 import json
 import operator
 import os
@@ -52,7 +53,7 @@ def plain_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     for name, value in arguments.items():
         try:
             plain[name] = json.loads(json.dumps(value, default=operator.index))
-        except TypeError:  # functions, modules
+        except (TypeError, ValueError):  # functions, modules, what holds itself
             other.append(name)
     return plain, other
 
@@ -79,9 +80,9 @@ def save_model(
     part = Path(f"{path}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
-        text = json.dumps(config, indent=1)
-        (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
         torch.save(state, part / WEIGHTS)
+        text = json.dumps({**config, "sha256": _digest(part / WEIGHTS)}, indent=1)
+        (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
         if card:
             (part / CARD).write_text(card, encoding="utf-8")
         part.rename(path)
@@ -102,15 +103,23 @@ def load_model(path: str | PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]
     try:
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config["arguments"].items(), config["version"], set(config["missing"])
+        found, stored = _digest(path / WEIGHTS), config["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{str(path / CONFIG)!r} is damaged: it must hold 'version', 'arguments' "
-            f"and 'missing', in JSON ({error!r})"
+            f"{str(path / CONFIG)!r} is damaged: it must hold 'version', 'arguments', "
+            f"'missing' and 'sha256', in JSON ({error!r})"
         ) from error
+    if found != stored:
+        raise ValueError(
+            f"{str(path / WEIGHTS)!r} is damaged, or not the file that "
+            f"'save_pretrained' wrote: its SHA-256 is {found}, not {stored}"
+        )
     try:
         state = torch.load(path / WEIGHTS, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{str(path / WEIGHTS)!r} is damaged, or no file of weights: {error}"
-        ) from error
+        raise ValueError(f"{str(path / WEIGHTS)!r} has no weights: {error}") from error
     return config, state
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

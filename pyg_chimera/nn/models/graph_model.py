@@ -351,7 +351,8 @@ class GraphModel(TakesTensors, torch.nn.Module):
         Args:
             path (str or os.PathLike): The folder.
             **kwargs (optional): Arguments of the constructor that are not stored, or
-                take the place of stored ones.
+                take the place of stored ones. Functions have to be the same as before:
+                others are only noticed if the weights do not fit.
 
         Raises:
             ValueError: If files are missing or damaged, an argument is neither stored
@@ -367,8 +368,11 @@ class GraphModel(TakesTensors, torch.nn.Module):
             )
         try:
             model = cls(**(config["arguments"] | kwargs))
+            dtypes = {y.dtype for y in state.values() if y.is_floating_point()}
+            if len(dtypes) == 1:
+                model.to(dtypes.pop())
             model.load_state_dict(state)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"The model in {str(path)!r}, saved by version {config['version']}, "
                 f"does not fit: {error}"

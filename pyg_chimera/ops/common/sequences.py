@@ -1,12 +1,12 @@
 """Packed sequences: the rows of all sequences concatenated, and their bounds."""
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_integers
 
 #: Sequences are grouped into blocks of about this many rows.
@@ -28,18 +28,19 @@ def as_ptr(ptr: Any, x: Tensor) -> Tensor:
 
 def check_ptr(ptr: Tensor, num_rows: int) -> None:
     """Checks that the sequences follow each other and cover all rows."""
-    bounds = ptr.tolist()  # one wait for a GPU, and no calls
+    bounds = as_array(ptr.cpu())  # a GPU is waited for once
     if bounds[0] != 0 or bounds[-1] != num_rows:
         raise ValueError(
             f"'ptr' must begin with 0 and end with the number of rows, {num_rows}, got "
             f"{bounds[0]} and {bounds[-1]}"
         )
-    for s, (first, end) in enumerate(pairwise(bounds)):
-        if end < first:
-            raise ValueError(
-                f"'ptr' must not decrease, but sequence {s} begins at {first} and the "
-                f"next one at {end}"
-            )
+    shorter = np.flatnonzero(np.diff(bounds) < 0)
+    if shorter.size:
+        s = shorter[0]
+        raise ValueError(
+            f"'ptr' must not decrease, but sequence {s} begins at {bounds[s]} and the "
+            f"next one at {bounds[s + 1]}"
+        )
 
 
 def row_blocks(ptr: np.ndarray) -> np.ndarray:

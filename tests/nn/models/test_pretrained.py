@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import shutil
@@ -113,6 +114,16 @@ def test_half_a_folder_is_none(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes(tmp_path, dtype):
+    model = make_model(head="node").to(dtype)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = GraphModel.from_pretrained(tmp_path / "saved")
+    for name, value in model.state_dict().items():
+        assert loaded.state_dict()[name].dtype == value.dtype
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
 def test_unknown_sizes(tmp_path):
     model = GraphModel(-1, C, 2, sage, 2)
     with pytest.raises(ValueError, match=r"node_encoder\.weight.*Call it once"):
@@ -146,6 +157,14 @@ class Runs:
         return os.mkdir, ("ran",)
 
 
+def put(path, weights):
+    """Writes a file of weights whose checksum is right."""
+    torch.save(weights, path / "model.pth")
+    config = json.loads((path / "config.json").read_text())
+    config["sha256"] = hashlib.sha256((path / "model.pth").read_bytes()).hexdigest()
+    (path / "config.json").write_text(json.dumps(config))
+
+
 DAMAGES = {
     "no-folder": (lambda path: shutil.rmtree(path), "no config.json and no model.pth"),
     "no-weights": (lambda path: (path / "model.pth").unlink(), "no model.pth"),
@@ -157,22 +176,22 @@ DAMAGES = {
     ),
     "no-weights-in-it": (
         lambda path: (path / "model.pth").write_bytes(b"PK"),
-        "is damaged, or no file of weights",
+        "is damaged, or not the file",
     ),
     "cut": (
         lambda path: (path / "model.pth").write_bytes(
             (path / "model.pth").read_bytes()[:-2000]
         ),
-        "is damaged, or no file of weights",
+        "is damaged, or not the file",
     ),
     "empty": (lambda path: (path / "model.pth").write_bytes(b""), "is damaged"),
-    "a-program": (lambda path: torch.save(Runs(), path / "model.pth"), "is damaged"),
+    "a-program": (lambda path: put(path, Runs()), "has no weights"),
     "a-tensor": (
-        lambda path: torch.save(torch.ones(2), path / "model.pth"),
-        "does not fit: Expected state_dict to be dict-like",
+        lambda path: put(path, torch.ones(2)),
+        "does not fit: ",
     ),
     "other-weights": (
-        lambda path: torch.save({"weight": torch.ones(2)}, path / "model.pth"),
+        lambda path: put(path, {"weight": torch.ones(2)}),
         r"saved by version .* does not fit: (.|\n)*Missing key",
     ),
     "unknown-option": (
