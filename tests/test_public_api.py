@@ -87,6 +87,7 @@ FOREIGN = (
     "pyg_chimera.ops.recurrence.gpu.fronts",
     "pyg_chimera.ops.recurrence.gpu.paths",
     "pyg_chimera.ops.recurrence.gpu.selective_spans",
+    "pyg_chimera.ops.recurrence.gpu.sparse_inverse",
 )
 MODULES = [
     "pyg_chimera",

@@ -33,6 +33,7 @@ CALLS = [
     ("dag_scan", {"form": "state"}),
     ("paths", {"form": "chunk"}),
     ("resolvent_mix", {}),
+    ("resolvent_mix", {"solver": "dense"}),
     ("resolvent_mix", {"solver": "sparse"}),
 ]
 #: Of sequences: channels, and states or taps.
@@ -83,7 +84,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 30
+    assert len({x.kernel for x in found.values()}) == 31
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -117,6 +118,7 @@ def test_large_matrices(found):
         ("paths_of_edges", {"form": "chunk"}),
         ("undirected_paths", {"form": "chunk"}),
         ("resolvent_mix", {"form": "mask"}),
+        ("resolvent_mix", {"form": "mask", "solver": "dense"}),
         ("resolvent_mix", {"solver": "sparse", "form": "state"}),
         ("selective_scan", {"delta_softplus": True}),
         ("causal_conv1d", {}),
