@@ -3,6 +3,7 @@ skip connection.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.array_views import as_array, as_view
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.numba_runtime import (
@@ -37,6 +39,8 @@ from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
 _ROWS = 128
 #: Sums of squares from which on rows are divided first.
 _LARGE = 1e30
+#: The most channels that kernels for GPUs take.
+_MOST = 2048
 _NONE = {x: as_array(torch.empty(0, dtype=x)) for x in (torch.float32, torch.float64)}
 
 
@@ -170,6 +174,7 @@ def _fits(
     return (
         x.dim() > 1
         and x.numel() > 0
+        and (not _by_triton(x) or (x.size(-1) <= _MOST and _is_sound(x.device)))
         and x.is_floating_point()
         and all(
             y is None or (y.dtype == x.dtype and shape in (None, y.shape))
@@ -180,6 +185,10 @@ def _fits(
 
 def _forward(*args: Any) -> tuple[Tensor, Sequence[Tensor], None]:
     *given, options = args
+    if _by_triton(given[0]):
+        from pyg_chimera.ops import triton_gated_norm
+
+        return triton_gated_norm.forward(given, options), (), None
     out = given[0].new_empty(given[0].shape)
     _run(_forward_tasks, given, options, as_array(out).reshape(-1))
     return out, (), None
@@ -189,6 +198,10 @@ def _backward(
     given: Any, options: _Options, _: Any, grads: Sequence[Tensor], __: None = None
 ) -> list[Tensor | None]:
     x, weight, gate, factor, value, skip = given
+    if _by_triton(x):
+        from pyg_chimera.ops import triton_gated_norm
+
+        return triton_gated_norm.backward(given, options, grads[0])
     tasks = -(-len(x) // _ROWS)
     dx, dgate, dfactor, dvalue = (
         None if y is None else y.new_empty(y.shape) for y in (x, gate, factor, value)
@@ -205,7 +218,61 @@ def _backward(
     return [dx, dweight, dgate, dfactor, dvalue, dskip]
 
 
-_GATED = Fused("pyg_chimera.gated_norm", _composed, _fits, _forward, _backward)
+_DEVICES = ("cpu", "cuda")
+_GATED = Fused(
+    "pyg_chimera.gated_norm", _composed, _fits, _forward, _backward, _DEVICES
+)
+
+
+def _by_triton(x: Tensor) -> bool:
+    return not x.is_cpu
+
+
+#: Whether kernels compute what PyTorch does, by device.
+_SOUND: dict[torch.device, bool] = {}
+
+
+def _is_sound(device: torch.device) -> bool:
+    """Whether kernels can be run on a GPU and compute what PyTorch does there, which is
+    tried once, outside of captures.
+    """
+    if device not in _SOUND:
+        if triton_runtime.why_not(torch.empty(0, device=device)) is not None:
+            _SOUND[device] = False
+        elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        else:
+            with torch.enable_grad(), torch.inference_mode(False):
+                _SOUND[device] = _tried(device)
+    return _SOUND[device]
+
+
+def _tried(device: torch.device) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    given = drawn(9, 20), drawn(20), drawn(9, 20), drawn(9), drawn(9, 20), drawn(2)
+    options = _Options(scale=0.5, activated=True)
+    out, grad = _composed(*given, options), drawn(9, 20).detach()
+    want = [out.detach(), *torch.autograd.grad(out, given, grad)]
+    try:
+        with torch.no_grad():
+            got = [_forward(*given, options)[0], *_backward(given, options, (), [grad])]
+        same = all(
+            torch.allclose(x, y, rtol=1e-4, atol=1e-4)
+            for x, y in zip(got, want, strict=True)
+        )
+        reason = "compute something else than PyTorch"
+    except Exception as error:  # of compilers and drivers: of any kind
+        same, reason = False, f"cannot be run: {error}"
+    if not same:
+        warnings.warn(
+            f"The fused norms of backend='triton' {reason}; PyTorch computes them",
+            stacklevel=2,
+        )
+    return same
 
 
 def _parts(
@@ -220,11 +287,11 @@ def _parts(
 
 
 def _fit_inputs(*args: Any) -> bool:
-    """Without norms, PyTorch's operators are as fast, and start faster."""
+    """Without norms, PyTorch's operators are as fast on CPUs, and start faster."""
     *given, normed = args
     one_dtype = len({x.dtype for x in given if x is not None}) == 1
     return (
-        normed
+        (normed or _by_triton(given[0]))
         and one_dtype
         and all(_fits(*rows, options) for rows, options in _parts(*args))
     )
@@ -255,6 +322,7 @@ _INPUTS = Fused(
     _fit_inputs,
     _forward_inputs,
     _backward_inputs,
+    _DEVICES,
 )
 
 
