@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import on_device_of
 
-#: The most channels of a group, and numbers at a time.
-MOST, _NUMEL = 2048, 1024
+#: Numbers at a time.
+_NUMEL = 1024
 
 
 class _Sizes(NamedTuple):
@@ -47,10 +47,10 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradient of each tensor, None for those that are."""
     grid, tensors, strides, sizes = _launch(given, options)
-    x, weight, gate, factor, value, skip = given
+    weight, skip = given[1], given[5]
     found = [None if y is None else y.new_empty(y.shape) for y in given]
-    for k, y in ((1, weight), (5, skip)):  # sums over the nodes of each program
-        if y is not None:
+    for k in (1, 5):  # sums over the nodes of each program
+        if (y := given[k]) is not None:
             found[k] = y.new_empty(grid[0], sizes.groups * sizes.channels)
     with on_device_of(grad):
         _backward[grid](
@@ -66,7 +66,7 @@ def backward(
 
 
 def _launch(given: Sequence[Any], options: Any) -> tuple[Any, ...]:
-    """The grid, tensors whose rows are contiguous, how far these are apart, and sizes."""
+    """The grid, tensors of contiguous rows, how far these are apart, and sizes."""
     x, weight, gate, factor, value, skip = given
     rows = [
         y if y is None or y[:1].is_contiguous() else y.contiguous()

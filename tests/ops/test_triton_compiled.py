@@ -13,6 +13,7 @@ from operators import (
     make_case,
 )
 
+from pyg_chimera.ops import gated_norm
 from pyg_chimera.ops.common import operator, triton_runtime
 
 if triton_runtime.INTERPRETED:
@@ -20,6 +21,8 @@ if triton_runtime.INTERPRETED:
 pytest.importorskip("triton", reason="needs the extra 'triton': make test-triton")
 
 from triton_aot import SHARED, TARGETS, built, launches
+
+from pyg_chimera.ops import triton_gated_norm
 
 BACKENDS = [
     declared.backends["triton"]
@@ -75,6 +78,13 @@ def found(monkeypatch, tmp_path, allow_tf32):
         for key, size in DELTA:
             options = {"form": "chunk"} if key == "delta_paths" else {}
             compute(key, size, options)
+        for channels in (64, 100, 2048):
+            x, weight, factor, skip = map(
+                torch.ones, ((9, channels), channels, 9, channels // 4)
+            )
+            given, options = (x, weight, x, factor, x, skip), (1e-5, 0.5, True, True)
+            triton_gated_norm.forward(given, options)
+            triton_gated_norm.backward(given, options, x)
         allow_tf32()
         compute("resolvent_mix", SIZES[0], {})
     return found
@@ -84,7 +94,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 31
+    assert len({x.kernel for x in found.values()}) == 33
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -103,6 +113,13 @@ def test_large_matrices(found):
 
 
 # ----------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_norms_are_right_on_a_gpu():
+    """Which layers try themselves, before the first use."""
+    assert gated_norm._tried(torch.device("cuda"))
 
 
 @pytest.mark.cuda
