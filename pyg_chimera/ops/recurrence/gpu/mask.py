@@ -158,7 +158,7 @@ def mix_gradients(
     inputs = tuple(x.contiguous() for x in (query, key, value, grad))
     (rows, groups, channels), heads = query.shape, L.size(0)
     dq, dk = (L.new_empty(rows, heads, channels) for _ in range(2))
-    dv, dL, M = (torch.empty_like(x) for x in (value, L, L))
+    dv, dL, M = (torch.empty_like(x) for x in (inputs[2], L, L))
     keys, values = _Sizes.of(L, grad, query), _Sizes.of(L, query, grad)
     tables, precision = (masks.layout, masks.total), input_precision(L)
     grid = (*masks.programs(heads), masks.tiles)
