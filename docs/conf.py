@@ -35,6 +35,8 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"pyg_chimera {release}"
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 
 # Notebooks run whenever their page is built, with this package, and by the interpreter
 # that builds it, whatever other kernels there are.
@@ -65,7 +67,9 @@ autosummary_generate = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_custom_sections = ["Shapes"]
+# Layers with many arguments list them in three groups.
+groups = ("Size", "Recurrence", "Attention", "Execution")
+napoleon_custom_sections = ["Shapes", *((name, "params_style") for name in groups)]
 python_maximum_signature_line_length = 80
 
 # References to names of our own must resolve (-n); without a network there is nothing

@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import networkx as nx
+import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
 from rdkit import Chem
 from rdkit.Chem import AllChem
+from scipy.spatial import Delaunay
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
@@ -27,6 +32,8 @@ from pyg_chimera.transforms import DAGDecomposition, ImageToGraph
 from pyg_chimera.utils import influence, plot_dags, plot_influence
 
 matplotlib.use("Agg")
+# Names within a file are the same each time, and its text is text.
+matplotlib.rcParams |= {"svg.hashsalt": "pyg_chimera", "svg.fonttype": "none"}
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -167,6 +174,58 @@ def sentence() -> Graph:
 # -------------------------------------------------------------------------- pictures
 
 
+def recurrence(steps: int) -> Any:
+    """The state of one node of a planar graph, after steps of the recurrence and at its
+    end, which a layer computes at once.
+    """
+    pos, edge_index = planar(120)
+    node = int(pos.sum(1).argmin())
+    conv = ChimeraConv(CHANNELS, heads=1, reach=(3, 5))
+    shown = {"1 step: a local layer": 1, "3 steps: three": 3, "10 steps: ten": 10}
+    shown["all steps: one ChimeraConv"] = 0
+    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    axes = figure.subplots(1, len(shown))
+    ends = pos[edge_index[:, edge_index[0] < edge_index[1]].t()]
+    lines = Outline(ends.flatten(0, 1), len(ends) * [Outline.MOVETO, Outline.LINETO])
+    for axis, (title, terms) in zip(axes, shown.items(), strict=True):
+        conv.solver, conv.num_terms = ("neumann", terms) if terms else ("sparse", None)
+        x = torch.zeros(len(pos), CHANNELS)
+        options = {"role": "source", "measure": "paths"}
+        state = influence(conv, x, edge_index, node, **options)[:, 0]
+        axis.add_patch(PathPatch(lines, fill=False, ec="0.75", lw=0.7, clip_on=False))
+        at = state > 0
+        drawn = axis.scatter(
+            *pos[at].t(), s=14, c=(state / state[node])[at], norm=LogNorm(1e-3, 1),
+            clip_on=False, zorder=2,
+        )  # fmt: skip
+        axis.scatter(*pos[node], s=60, fc="none", ec="red", clip_on=False, zorder=3)
+        axis.set(title=title, aspect="equal", xlim=(0, 1), ylim=(0, 1))
+        axis.set_axis_off()
+    figure.colorbar(drawn, ax=axes, label="state")
+    return figure
+
+
+def planar(number: int) -> tuple[Tensor, Tensor]:
+    """Points that keep their distance, joined where no third one is as near to both as
+    they are to each other's middle (the Gabriel graph).
+    """
+    draw = np.random.default_rng(0)
+    points = draw.random((1, 2))
+    while len(points) < number:
+        new = draw.random((20, 2))
+        apart = np.linalg.norm(new[:, None] - points, axis=2).min(axis=1)
+        points = np.concatenate([points, new[[apart.argmax()]]])
+    pairs = np.unique(
+        np.sort(Delaunay(points).simplices[:, [[0, 1], [1, 2], [2, 0]]].reshape(-1, 2)),
+        axis=0,
+    )
+    ends = points[pairs]
+    middle, length = ends.mean(axis=1), np.linalg.norm(ends[:, 0] - ends[:, 1], axis=1)
+    nearest = np.linalg.norm(middle[:, None] - points, axis=2).min(axis=1)
+    pairs = pairs[nearest > 0.4999 * length]
+    return torch.from_numpy(points).float(), to_undirected(torch.from_numpy(pairs.T))
+
+
 def molecule(steps: int) -> Any:
     """Who hears an atom of a molecule, in a layer as it starts."""
     data, pos, labels = atoms()
@@ -302,15 +361,19 @@ def when() -> list[str]:
     return [f"head {h + 1}, {time}" for time in times for h in range(HEADS)]
 
 
+#: By file. Lines and text are sharp at any size; pixels are smaller for what has many.
 PICTURES = {
-    "one_layer": one_layer,
-    "molecule": molecule,
-    "dags": dags,
-    "grid": images,
-    "tree": trees,
-    "sentence": sentences,
-    "peptides_func": curves,
+    "recurrence.svg": recurrence,
+    "one_layer.png": one_layer,
+    "molecule.png": molecule,
+    "dags.png": dags,
+    "grid.png": images,
+    "tree.png": trees,
+    "sentence.png": sentences,
+    "peptides_func.png": curves,
 }
+#: Versions of software, and dates, are left out: the same picture is the same file.
+UNSAID = {".svg": ("Creator", "Date"), ".png": ("Software",)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -324,8 +387,9 @@ def main(argv: list[str] | None = None) -> None:
     for name, picture in PICTURES.items():
         torch.manual_seed(0)
         figure = picture(args.steps)
-        # No versions of software in the file: the same picture is the same file.
-        figure.savefig(args.out / f"{name}.png", dpi=80, metadata={"Software": None})
+        path = args.out / name
+        metadata = dict.fromkeys(UNSAID[path.suffix])
+        figure.savefig(path, dpi=80, metadata=metadata)
 
 
 if __name__ == "__main__":

@@ -125,9 +125,10 @@ def test_source_archive_is_complete(tmp_path):
     (archive,) = source.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         shipped = {name.partition("/")[2] for name in file.getnames()}
-    left_out = (".", "benchmarks/results/", "docs/notes/")
+    left_out = (".", "benchmarks/", "docs/", "tests/")
     assert {x for x in listed if not x.startswith(left_out)} <= shipped
     assert [x for x in shipped if x.startswith(left_out[1:])] == []
+    assert archive.stat().st_size < 2**20
 
 
 def test_operators_register_with_the_oldest_pytorch_allowed():
@@ -197,7 +198,34 @@ def test_workflows_run_what_there_is():
             assert (ROOT / file).is_file()
 
 
+def test_the_table_of_versions_is_what_is_tested():
+    """The rows of the pinned versions, and of the workflows."""
+    page = (ROOT / "docs/installation.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if "|" in line]
+    found = {row[0].split(",")[0]: row[1:] for row in rows}
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = [
+        re.search(rf"^{name}==(.*)$", pins, re.MULTILINE)[1]
+        for name in ("torch", "torch-geometric", "numba")
+    ]
+    assert found["every change"][1:4] == pinned
+    tests = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
+    pythons = re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.*)\]", tests)[1])
+    assert found["pull requests"][0] == f"{pythons[0]} to {pythons[-1]}"
+    oldest = re.findall(r'python: "(.*)"\n.*torch==(.*)\.\* .*==(.*)\.\*', tests)
+    systems = re.search(r'python-version: "(.*)"', tests.partition("systems:")[2])
+    assert found["the same"][0] == systems[1]  # the last row that begins so
+    (row,) = [row[1:] for row in rows if row[0] == "the same, oldest"]
+    assert row[:3] == [", ".join(x[0] for x in oldest), oldest[0][1], oldest[0][2]]
+    (least, cap) = re.search(r'"numba>=(.*),<0\.(\d+)"', _pyproject()).groups()
+    assert f"numba is {least} to 0.{int(cap) - 1}, Triton" in page
+    assert f"Triton {re.search(r'triton>=([0-9.]+)', _pyproject())[1]} or newer" in page
+
+
+def _pyproject() -> str:
+    return (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 def _table(name: str) -> str:
     """The lines of a table of pyproject.toml."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return text.partition(f".{name}]\n")[2].partition("\n[")[0]
+    return _pyproject().partition(f".{name}]\n")[2].partition("\n[")[0]

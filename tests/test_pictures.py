@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = "".join(
@@ -27,17 +28,15 @@ def script() -> ModuleType:
 
 def test_pictures_are_small_and_shown():
     files = sorted((DOCS / "pictures").iterdir())
-    assert len(files) == 8
+    assert len(files) == 9
     for path in files:
-        assert path.suffix == ".png"
+        assert path.suffix == (".svg" if path.stem == "recurrence" else ".png")
         assert path.stat().st_size < 100_000
         assert f"](pictures/{path.name})" in PAGES
 
 
 @pytest.mark.slow
 def test_script_makes_them(script, tmp_path, capsys):
-    if not script.RESULTS.exists():
-        pytest.skip("results are not in source archives")
     script.main(["--steps", "1", "--out", str(tmp_path)])
     made = {path.name for path in tmp_path.iterdir()}
     there = {path.name for path in (DOCS / "pictures").iterdir()}
@@ -54,3 +53,24 @@ def test_grid_has_four_dags(script):
     assert (0, script.SIDE) in right_down & left_down
     assert right_down == {(target, source) for source, target in left_up}
     assert left_down == {(target, source) for source, target in right_up}
+
+
+def test_planar_graph(script):
+    """No point is within the circle around an edge."""
+    pos, edge_index = script.planar(40)
+    row, col = edge_index
+    assert 40 < edge_index.size(1) // 2 <= 3 * 40 - 6
+    apart = (pos[:, None] - pos).norm(dim=2)
+    assert apart[~torch.eye(40, dtype=torch.bool)].min() > 0.05
+    middle, radius = (pos[row] + pos[col]) / 2, apart[row, col] / 2
+    inside = (middle[:, None] - pos).norm(dim=2) < 0.999 * radius[:, None]
+    assert not inside.any()
+    joined = torch.eye(40, dtype=torch.bool)
+    joined[row, col] = True
+    assert torch.linalg.matrix_power(joined.double(), 40).gt(0).all()
+
+
+def test_states_move_a_step_at_a_time(script):
+    figure = script.recurrence(1)
+    shown = [len(axis.collections[0].get_offsets()) for axis in figure.axes[:4]]
+    assert shown[0] < shown[1] < shown[2] < shown[3] == 120

@@ -59,7 +59,7 @@ PUBLIC = {
         *("AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"),
         *("DAGDecomposition", "DirectedLineGraph", "MultitreePruning"),
         *("LineGraphData", "EventsToDAG", "ImageToGraph"),
-        *("NodeOrder", "SequenceToGraph", "LaplacianEncoding"),
+        *("NodeOrder", "PadBatch", "SequenceToGraph", "LaplacianEncoding"),
     },
     "pyg_chimera.loader": {"ClusterData", "ClusterLoader"},
     "pyg_chimera.datasets": {

@@ -45,8 +45,9 @@ def blocks(page: str, language: str = "python") -> list[str]:
 @pytest.mark.parametrize("page", sorted(page for page in PAGES if blocks(page)))
 def test_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    if page == "docs/water.md":
+    if page == "docs/water.md":  # run in a checkout
         pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
+        (tmp_path / "docs").symlink_to(ROOT / "docs")
     if page == "docs/power.md":  # run in a checkout
         pytest.importorskip("skimage", reason="needs the extra 'examples'")
         monkeypatch.syspath_prepend(str(ROOT / "benchmarks/comparisons"))
@@ -95,7 +96,7 @@ def test_readme_keeps_its_promises():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (example,) = blocks("README.md")
     assert len([line for line in example.splitlines() if line.strip()]) <= 16
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 110
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in ("demo", "test", "lint", "docs", "bench", "help"):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -10,7 +10,7 @@ from torch_geometric.nn.resolver import normalization_resolver
 from torch_geometric.resolver import normalize_string
 
 from pyg_chimera.nn._routing import Route
-from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
+from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm, masked_norm
 from pyg_chimera.ops.gated_norm import gated_norm, rms_norm
 
 __all__ = ["LazyLayerNorm", "Norm", "RMSNorm", "norm_arguments", "rms_norm"]
@@ -81,9 +81,15 @@ class Norm(torch.nn.Module):
     def reset_parameters(self) -> None:
         reset(self.norm)
 
-    def forward(self, x: Tensor, batch: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         if self.norm is None or x.size(0) == 0:
             return x
+        if isinstance(self.norm, GraphBatchNorm):
+            return self.norm(x, batch, mask)
+        if mask is not None and not self._with_batch:
+            return masked_norm(self.norm, x, mask)
         return self.norm(x, batch=batch) if self._with_batch else self.norm(x)
 
 

@@ -120,11 +120,14 @@ class RandomWalkEncoder(torch.nn.Module):
         reset(self.norm)
         reset(self.lin)
 
-    def forward(self, pe: Tensor) -> Tensor:
+    def forward(self, pe: Tensor, pad_node_mask: Tensor | None = None) -> Tensor:
         r"""Runs the forward pass of the module.
 
         Args:
             pe (torch.Tensor): The probabilities of return, one column per step.
+            pad_node_mask (torch.Tensor, optional): The nodes that are no padding, bool,
+                see :class:`~pyg_chimera.transforms.PadBatch`. Batch normalization
+                leaves the others out. (default: :obj:`None`)
         """
         check_float("pe", pe)
         if pe.dim() != 2 or pe.size(1) != self.walk_length:
@@ -133,7 +136,7 @@ class RandomWalkEncoder(torch.nn.Module):
                 f"{list(pe.shape)}. Add it with the transform "
                 f"'AddRandomWalkPE(walk_length={self.walk_length})'."
             )
-        return self.lin(self.norm(pe))
+        return self.lin(self.norm(pe, mask=pad_node_mask))
 
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}({self.walk_length}, {self.out_channels})"

@@ -226,7 +226,7 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
         for either :obj:`conv` or :obj:`mixer`. It takes :obj:`edge_attr` in any case,
         but this tells whether one of them reads it.
         """
-        if name == "batch":
+        if name in ("batch", "pad_node_mask"):
             return True
         for role, route in self._routes.items():
             if name.startswith(f"{role}_"):
@@ -240,6 +240,7 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
         edge_index: Adj,
         batch: Tensor | None = None,
         edge_attr: Tensor | None = None,
+        pad_node_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         r"""Runs the forward pass of the module.
@@ -251,6 +252,9 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
                 node to a graph. (default: :obj:`None`)
             edge_attr (torch.Tensor, optional): The edge features.
                 (default: :obj:`None`)
+            pad_node_mask (torch.Tensor, optional): The nodes that are no padding, bool,
+                see :class:`~pyg_chimera.transforms.PadBatch`. Batch norms leave the
+                others out. (default: :obj:`None`)
             **kwargs (optional): Arguments of :obj:`conv` and :obj:`mixer`, by name.
 
         Returns:
@@ -272,14 +276,16 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
                     "for a module with '**kwargs'."
                 )
 
-        parallel = self.arrangement == "parallel"
+        parallel, mask = self.arrangement == "parallel", pad_node_mask
+        if mask is not None:
+            kwargs["pad_node_mask"] = mask
         out, sums = x, []
         edges: Any = edge_attr
         for role in ("conv", "mixer"):
             if getattr(self, role) is None:
                 continue
             h, e = (x, edge_attr) if parallel else (out, edges)
-            h = self._norm(role, h, batch) if self.norm_first else h
+            h = self._norm(role, h, batch, mask) if self.norm_first else h
             h, update = self._call(role, h, edge_index, batch, e, kwargs)
             h = self.drop(h)
             if update is not None:
@@ -288,13 +294,13 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
             if self.norm_first:
                 out = out + h
             elif parallel:
-                sums.append(self._norm(role, x + h, batch))
+                sums.append(self._norm(role, x + h, batch, mask))
             else:
-                out = self._norm(role, out + h, batch)
+                out = self._norm(role, out + h, batch, mask)
         if len(sums) > 0:
             out = sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
-        out = self._feed_forward(out, batch)
+        out = self._feed_forward(out, batch, mask)
         return out if edges is edge_attr else (out, edges)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
@@ -334,19 +340,23 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
         out = out if self.norm_first else self._norm("mixer", out, None)
         return self._feed_forward(out, None), state
 
-    def _feed_forward(self, x: Tensor, batch: Tensor | None) -> Tensor:
+    def _feed_forward(
+        self, x: Tensor, batch: Tensor | None, mask: Tensor | None = None
+    ) -> Tensor:
         if self.mlp is None:
             return x
-        out = self.mlp(self._norm("mlp", x, batch) if self.norm_first else x)
+        out = self.mlp(self._norm("mlp", x, batch, mask) if self.norm_first else x)
         if out.shape != x.shape:
             raise ValueError(
                 "'mlp' must return node features with the shape of its input, "
                 f"{list(x.shape)}, got {list(out.shape)}."
             )
-        return x + out if self.norm_first else self._norm("mlp", x + out, batch)
+        return x + out if self.norm_first else self._norm("mlp", x + out, batch, mask)
 
-    def _norm(self, name: str, x: Tensor, batch: Tensor | None) -> Tensor:
-        return self.norms[name](x, batch) if name in self.norms else x
+    def _norm(
+        self, name: str, x: Tensor, batch: Tensor | None, mask: Tensor | None = None
+    ) -> Tensor:
+        return self.norms[name](x, batch, mask) if name in self.norms else x
 
     def _call(
         self,
@@ -370,6 +380,8 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
             if name.startswith(prefix)
         }
         shared = {"batch": batch}
+        if "pad_node_mask" in kwargs:
+            shared["pad_node_mask"] = kwargs["pad_node_mask"]
         if batch is None and issubclass(self._routes[role].kind, GatedGCNConv):
             # One graph here, but to GatedGCNConv, perhaps many.
             shared["batch"] = torch.zeros(x.size(0), dtype=torch.long, device=x.device)

@@ -46,7 +46,8 @@ class GraphBatchNorm(BatchNorm):
     Shapes:
         - **inputs:**
           rows :math:`(N, F)`,
-          batch vector :math:`(N)` *(optional, all rows are of one graph without it)*
+          batch vector :math:`(N)` *(optional, all rows are of one graph without it)*,
+          mask :math:`(N)` *(optional, all rows count without it)*
         - **output:** rows :math:`(N, F)`
     """
 
@@ -70,25 +71,36 @@ class GraphBatchNorm(BatchNorm):
         self.graph_share.zero_()
         self.row_share.zero_()
 
-    def forward(self, x: Tensor, batch: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         r"""Runs the forward pass of the module.
 
         Args:
             x (torch.Tensor): The rows.
             batch (torch.Tensor, optional): The batch vector, which assigns each row to
                 a graph. (default: :obj:`None`)
+            mask (torch.Tensor, optional): The rows that count, bool, in training; all
+                are normalized. Leaves the padding of a
+                :class:`~pyg_chimera.transforms.PadBatch` out. (default: :obj:`None`)
         """
         if not self.training and x.size(0) > 0:
             return self._evaluate(x, batch)
-        out = super().forward(x)
+        out = super().forward(x) if mask is None else masked_norm(self, x, mask)
         # A single row is normalized by running statistics, and so is all if frozen.
         if x.size(0) > 1 and self.module.training:
             # Means of all batches until there are enough: right from the first on.
-            weight = 1 / self.module.num_batches_tracked
+            weight = 1 / self.module.num_batches_tracked.clamp(min=1)
             weight = weight.clamp(min=self.module.momentum or 0.0)
+            rows: Any = x.size(0)
+            if mask is not None:
+                rows = mask.sum(dtype=self.row_share.dtype)
+                rows, weight = rows.clamp(min=1), weight * (rows > 1)
+            if mask is not None and batch is not None:  # padding joins another graph
+                batch = batch.where(mask, batch.where(mask, 0).max())
             graphs = 1 if batch is None else _num_graphs(batch)
             self.graph_share.add_(weight * (1 / graphs - self.graph_share))
-            self.row_share.add_(weight * (1 / x.size(0) - self.row_share))
+            self.row_share.add_(weight * (1 / rows - self.row_share))
         return out
 
     def _evaluate(self, x: Tensor, batch: Tensor | None) -> Tensor:
@@ -129,6 +141,42 @@ class GraphBatchNorm(BatchNorm):
         for name in ("graph_share", "row_share"):  # which other batch norms don't have
             state_dict.setdefault(prefix + name, like.new_zeros(()))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def masked_norm(norm: torch.nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+    """The norm of rows; batch norm, by the statistics of those in a mask alone.
+
+    The same for any number of other rows, without a shape that depends on it.
+    """
+    bn: Any = getattr(norm, "module", norm)
+    trains = bn.training or getattr(bn, "running_mean", None) is None
+    is_batch_norm = isinstance(bn, torch.nn.BatchNorm1d)
+    if mask is None or not trains or not is_batch_norm:
+        return bn(x) if isinstance(norm, GraphBatchNorm) else norm(x)
+    rows, counts = at_least_float32(x), mask.unsqueeze(-1)
+    number = mask.sum(dtype=rows.dtype)
+    several, number = number > 1, number.clamp(min=1)
+    mean = rows.where(counts, 0.0).sum(0) / number
+    var = (rows - mean).where(counts, 0.0).square().sum(0) / number
+    found = mean.detach(), var.detach() * number / (number - 1).clamp(min=1)
+    if bn.running_mean is not None:
+        # A single row has no variance.
+        mean, var = (
+            new.where(several, running)
+            for new, running in ((mean, bn.running_mean), (var, bn.running_var))
+        )
+        bn.num_batches_tracked.add_(several)
+        weight = several.to(rows.dtype)
+        if bn.momentum is not None:
+            weight = weight * bn.momentum
+        else:
+            weight = weight / bn.num_batches_tracked.clamp(min=1)
+        for new, running in zip(found, (bn.running_mean, bn.running_var), strict=True):
+            running.add_(weight * (new - running))
+    out = (rows - mean) * (var + bn.eps).rsqrt()
+    if bn.affine:
+        out = out * bn.weight + bn.bias
+    return out.to(x.dtype)
 
 
 def _num_graphs(batch: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_sha
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.operator import one_by_one
 from pyg_chimera.ops.common.portability import is_portable, portable_form
+from pyg_chimera.ops.common.torch_private import NOT_IN_CUDA_GRAPHS
 from pyg_chimera.ops.edge_softmax import edge_softmax
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
@@ -272,7 +273,7 @@ def path_transition(
     tiny = torch.finfo(weight.dtype).tiny
     log = weight.masked_fill(weight < tiny, tiny).log()
     tilt, fall = _log_path_transition(edge_index, reverse, log, psi)
-    return torch.exp(tilt - fall) / 2
+    return torch.exp(tilt + fall) / 2
 
 
 def balanced_path_transition(
@@ -315,30 +316,31 @@ def balanced_path_transition(
     )
     reverse = _path_reverse(edge_index, num_nodes)
     tilt, fall = _log_path_transition(edge_index, reverse, log_weight, psi)
-    gain, own = (tilt - fall).detach(), log_source.detach()  # any scale cancels
+    gain, own = (tilt + fall).detach(), log_source.detach()  # any scale cancels
     if is_portable():
         scale = portable_form("path_scale")(edge_index, gain, own)
     else:
         scale = _path_scale(gain, own, *_path_places(edge_index, num_nodes))
-    col, row = edge_index
-    return torch.exp(tilt + (scale[col] - scale[row]) - fall) / 2, scale
+    source, target = scale[edge_index]
+    return torch.exp(tilt + (source - target) + fall) / 2, scale
 
 
 def _log_path_transition(
     edge_index: Tensor, reverse: Tensor, log_weight: Tensor, psi: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The terms of log(2 A) = tilt - fall, from log a, as products of a underflow.
+    """The terms of log(2 A) = tilt + fall, from log a, as products of a underflow.
 
     Of both directions of an edge, tilts cancel exactly, so A_ij A_ji stays below 1/4.
     """
     mirrored = log_weight[reverse]
-    margin = (psi[edge_index[0]] + psi[edge_index[1]]) / 2
-    # log(a_ij a_ji + psi_ij) less log(a_ij a_ji)
-    excess = -logsigmoid(log_weight + mirrored + margin)
-    return (log_weight - mirrored) / 2, excess / 2
+    # log(a_ij a_ji) less log(a_ij a_ji + psi_ij)
+    fall = logsigmoid(log_weight + mirrored + psi[edge_index].mean(0))
+    return (log_weight - mirrored) / 2, fall / 2
 
 
-@torch.library.custom_op("pyg_chimera::path_scale", mutates_args=())
+@torch.library.custom_op(
+    "pyg_chimera::path_scale", mutates_args=(), **NOT_IN_CUDA_GRAPHS
+)
 def _path_scale(
     gain: Tensor, source: Tensor, node: Tensor, there: Tensor, back: Tensor
 ) -> Tensor:

@@ -13,6 +13,7 @@ from pyg_chimera.transforms.line_graph import (
     MultitreePruning,
 )
 from pyg_chimera.transforms.node_order import NodeOrder
+from pyg_chimera.transforms.pad_batch import PadBatch
 from pyg_chimera.transforms.sequence_to_graph import SequenceToGraph
 from pyg_chimera.transforms.structure import (
     AddDiameter,
@@ -34,5 +35,6 @@ __all__ = [
     "LineGraphData",
     "MultitreePruning",
     "NodeOrder",
+    "PadBatch",
     "SequenceToGraph",
 ]

@@ -137,11 +137,10 @@ def _mixing(
         probe.requires_grad_()
 
     def probed(nodes: Any, gate: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, _ = inputs(nodes, gate)
+        query, key, _ = inputs(nodes) if gate is None else inputs(nodes, gate)
         if not products:
             query, key = (y.new_ones(*y.shape[:2], 1) for y in (query, key))
-        is_gate = isinstance(gate, Tensor)  # else a filter, or nothing
-        return query, key, probe * gate.unsqueeze(2) if is_gate else probe
+        return query, key, probe if gate is None else probe * gate.unsqueeze(2)
 
     layer.log_sums = None  # not linear in values
 

@@ -8,14 +8,14 @@ MOST = {
     "GPSConv": 135,
     "GatedGCNConv": 95,
     "ChimeraConv": 110,
-    "ChimeraDAGConv": 155,
-    "ChimeraPathConv": 280,
-    "ChimeraGridConv": 300,
-    "PLSTMConv": 200,
+    "ChimeraDAGConv": 145,
+    "ChimeraPathConv": 240,
+    "ChimeraGridConv": 295,
+    "PLSTMConv": 168,
     "PLSTMGridConv": 120,
     "GatedDeltaConv": 160,
-    "GraphMambaConv": 200,
-    "RGLRUConv": 195,
+    "GraphMambaConv": 176,
+    "RGLRUConv": 185,
 }
 
 

@@ -415,4 +415,4 @@ def mean_of_ends(
         parts.append(source[edge_index[0]])
     if edge is not None:
         parts.append(edge)
-    return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+    return sum(parts[1:], parts[0]) / len(parts)

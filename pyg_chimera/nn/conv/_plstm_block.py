@@ -1,14 +1,13 @@
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_chimera.nn._inputs import at_least_float32, check_channels, check_heads
+from pyg_chimera.nn._inputs import check_channels, check_heads
 from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
 from pyg_chimera.nn.conv._projection import projected
@@ -17,6 +16,15 @@ from pyg_chimera.ops.common.checks import check_integer, check_option
 from pyg_chimera.ops.gated_norm import gated_norm
 
 __all__ = ["PLSTMBlock"]
+
+
+class Projected(NamedTuple):
+    """Projections of nodes, in float32 at least, before biases of gates."""
+
+    query: Tensor  #: [V, heads * N]
+    key: Tensor
+    value: Tensor  #: [V, channels]
+    gate: Tensor  #: [V, DAGs * columns]
 
 
 class PLSTMBlock(Mixer):
@@ -113,23 +121,21 @@ class PLSTMBlock(Mixer):
         """The biases of all decays of a node in a DAG, given one value per head."""
         raise NotImplementedError
 
-    def query_key_value(
-        self, x: Tensor, filtered: Filter | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, [V, heads, N], and value, [V, heads, P]."""
-        lins = (self.lin_query, self.lin_key, self.lin_value)
-        parts = projected(x, lins, filtered)
-        parts[1:] = [y.contiguous() for y in parts[1:]]  # once, not in each pass
-        query, key, value = (y.unflatten(1, (self.heads, -1)) for y in parts)
-        # Dividing here, where it is cheapest, makes the sum over DAGs a mean.
-        scale = 1 / (math.sqrt(self.state_channels) * self.gate_bias.size(0))
-        return query * scale, key, value
+    def project(self, x: Tensor, filtered: Filter | None = None) -> Projected:
+        """All projections of nodes, all but the gates filtered."""
+        first = [self.lin_query, self.lin_key, self.lin_value]
+        if filtered is None:
+            return Projected(*projected(x, [*first, self.lin_gate]))
+        return Projected(*projected(x, first, filtered), *projected(x, [self.lin_gate]))
 
-    def node_gates(self, x: Tensor) -> Tensor:
-        """Gates of nodes, [V, DAGs, columns], with biases, before any activation."""
-        bias = self.gate_bias
-        gates = at_least_float32(self.lin_gate(x)).unflatten(1, (bias.size(0), -1))
-        return gates + F.pad(bias.to(gates.dtype), (0, gates.size(2) - bias.size(1)))
+    def query_key_value(self, nodes: Projected) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key, [V, heads, N], and value, [V, heads, P]."""
+        # Contiguous once, not in each pass. Dividing the smallest makes a sum over DAGs
+        # a mean.
+        scale = 1 / (math.sqrt(self.state_channels) * self.gate_bias.size(0))
+        rows = nodes.query * scale, nodes.key.contiguous(), nodes.value.contiguous()
+        query, key, value = (y.unflatten(1, (self.heads, -1)) for y in rows)
+        return query, key, value
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm of each head and projection, after the recurrence."""

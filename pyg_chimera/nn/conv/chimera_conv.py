@@ -57,9 +57,10 @@ class ChimeraConv(ChimeraBlock):
     reached from all others.
 
     .. math::
-        \mathbf{y} = \left( (\mathbf{I} - \mathbf{A})^{-1} \odot \mathbf{C}
-        \bar{\mathbf{B}}^{\top} \right) \mathbf{V}, \qquad
-        \mathbf{x}'_i = \mathbf{W}_{\text{out}} \left( \text{RMSNorm}(\mathbf{y}_i +
+        \mathbf{y} &= \left( (\mathbf{I} - \mathbf{A})^{-1} \odot \mathbf{C}
+        \bar{\mathbf{B}}^{\top} \right) \mathbf{V}
+
+        \mathbf{x}'_i &= \mathbf{W}_{\text{out}} \left( \text{RMSNorm}(\mathbf{y}_i +
         \mathbf{D} \odot \mathbf{v}_i) \odot \text{SiLU}(\mathbf{z}_i) \right)
 
     where :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` are projections of the nodes,
@@ -67,14 +68,23 @@ class ChimeraConv(ChimeraBlock):
     s_i \mathbf{B}_i` for an input gate :math:`s_i`. The transitions
     :math:`\mathbf{A}`, see :func:`~pyg_chimera.ops.chimera_transition`, and
     :math:`s_i` come from selectivities :math:`\Delta = \text{softplus}(\mathbf{W}
-    \mathbf{x} + \mathbf{b})` of nodes and, with :obj:`edge_dim`, edges. The system is
-    solved exactly by sparse elimination, unless :obj:`solver` says otherwise.
+    \mathbf{x} + \mathbf{b})` of nodes and, with :obj:`edge_dim`, edges.
+    :math:`\mathbf{D}` is one learned number for each head, with which a node's own
+    value passes by the recurrence, and :math:`\mathbf{z}` a projection of the nodes
+    that gates each output channel.
+
+    The system is solved exactly by sparse elimination, unless :obj:`solver` says
+    otherwise. Time and memory are linear in the non-zeros of the factors of
+    :math:`\mathbf{I} - \mathbf{A}` times :obj:`state_channels`: about one for each edge
+    on trees and molecules, three to six on planar graphs, and up to
+    :math:`|\mathcal{V}|^2` in all on dense and random ones
+    (:func:`~pyg_chimera.ops.explain` predicts them).
 
     :class:`~pyg_chimera.nn.ChimeraDAGConv` runs along directed acyclic graphs and
     :class:`~pyg_chimera.nn.ChimeraPathConv` along undirected paths, both in linear
     time.
 
-    Args:
+    Size:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
             from the first input.
         out_channels (int, optional): Size of each output sample. (default:
@@ -88,6 +98,10 @@ class ChimeraConv(ChimeraBlock):
             share them as in Mamba-2)
         edge_dim (int, optional): Size of edge features, on which the transitions then
             also depend, or :obj:`-1`. (default: :obj:`None`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias.
+            (default: :obj:`True`)
+
+    Recurrence:
         normalization (str, optional): :obj:`"paper"` or :obj:`"released"`, as in the
             authors' code, see :func:`~pyg_chimera.ops.released_transition`. (default:
             :obj:`"paper"`)
@@ -103,11 +117,18 @@ class ChimeraConv(ChimeraBlock):
             whose row is zero reads itself alone, as boundaries do. To be tried where
             targets are potentials; where content is matched over a distance, it learns
             less. Not for :obj:`normalization="released"`. (default: :obj:`"free"`)
-        local_conv (bool, optional): Whether to add a depthwise mean over neighbours to
-            :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU, in place of Mamba's
-            short convolution. (default: :obj:`False`)
-        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
-            :obj:`True`)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps.
+            It is divided evenly among the heads on a log scale, and the range of a head
+            is the middle of its part: 8 and 32 for two heads. A range is the distance
+            along a path at which influence has fallen to :math:`1/e` before training,
+            for inputs of zero; other inputs change it, and on average halve it. It is
+            at most 512 steps in float32, :math:`1 / \mathrm{arcosh}(1 / \gamma)` with
+            :obj:`gamma` below one, and 4.5 with :obj:`normalization="released"`. The
+            mixed signal starts about ten times as large as the skip connection, or as
+            large without :obj:`norm` (not with :obj:`"released"`; with
+            :obj:`input_gate="tied"`, a fifth to a half as large). With :obj:`None`,
+            selectivities start as in the paper, log-uniform in [0.001, 0.1]. (default:
+            :obj:`(4, 64)`)
         qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i` by its root mean square, and the latter by
             :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
@@ -121,6 +142,11 @@ class ChimeraConv(ChimeraBlock):
             large inputs: to be tried where targets are amplitudes, such as potentials.
             They may be large where ranges are long. (default:
             :obj:`"rms"`)
+        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
+            :obj:`True`)
+        local_conv (bool, optional): Whether to add a depthwise mean over neighbours to
+            :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU, in place of Mamba's
+            short convolution. (default: :obj:`False`)
         log_sums (int, optional): The number of channels of each head that measure
             distance: logarithms :math:`\ln (\mathbf{L} \mathbf{m})_i` with
             :math:`\mathbf{L} = (\mathbf{I} - \mathbf{A})^{-1}` and positive
@@ -132,29 +158,22 @@ class ChimeraConv(ChimeraBlock):
             compilers, those that an iteration rounds off are NaN), and a linear
             projection of them is added to the output. Not for
             :obj:`normalization="released"`. (default: :obj:`0`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias.
-            (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps.
-            It is divided evenly among the heads on a log scale, and the range of a head
-            is the middle of its part: 8 and 32 for two heads. A range is the distance
-            along a path at which influence has fallen to :math:`1/e` before training,
-            for inputs of zero; other inputs change it, and on average halve it. It is
-            at most 512 steps in float32, :math:`1 / \mathrm{arcosh}(1 / \gamma)` with
-            :obj:`gamma` below one, and 4.5 with :obj:`normalization="released"`. The
-            mixed signal starts about ten times as large as the skip connection, or as
-            large without :obj:`norm` (not with :obj:`"released"`; with
-            :obj:`input_gate="tied"`, a fifth to a half as large). With :obj:`None`,
-            selectivities start as in the paper, log-uniform in [0.001, 0.1]. (default:
-            :obj:`(4, 64)`)
+
+    Execution:
         solver (str, optional): See :func:`~pyg_chimera.ops.resolvent_mix`. (default:
             :obj:`"auto"`)
         num_terms (int, optional): Highest power of :math:`\mathbf{A}` under
             :obj:`solver="neumann"`. (default: :obj:`None`, to be passed to
             :meth:`forward`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
-            or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
-            :obj:`"reference"` or :obj:`"auto"`.
+        form (str, optional): The same sums in another order: :obj:`"state"` carries a
+            matrix for each node through the factors, :obj:`"mask"` computes
+            :math:`(\mathbf{I} - \mathbf{A})^{-1}` of each graph and multiplies
+            matrices, which is faster on small graphs, and :obj:`"chunk"` does both, on
+            paths. (default: :obj:`"auto"`, the fastest by prediction)
+        backend (str, optional): What computes: kernels for CPUs (:obj:`"numba"`) or
+            GPUs (:obj:`"triton"`), dense matrices on any device (:obj:`"torch"`), or a
+            slow :obj:`"reference"` to test against. (default: :obj:`"auto"`, the
+            fastest of those at hand)
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 

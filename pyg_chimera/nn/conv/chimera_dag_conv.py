@@ -60,7 +60,7 @@ class ChimeraDAGConv(ChimeraBlock):
     ancestors only. Unless this is intended, add its reverse as a second DAG, as in the
     example.
 
-    Args:
+    Size:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
             from the first input.
         out_channels (int, optional): Size of each output sample. (default:
@@ -70,6 +70,8 @@ class ChimeraDAGConv(ChimeraBlock):
         state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i`. (default: :obj:`16`)
         num_dags (int, optional): The number of DAGs. (default: :obj:`1`)
+
+    Recurrence:
         order (str, optional): With :obj:`"auto"` and a single DAG, the graph may have
             cycles: each component that has any is divided into two DAGs, of the edges
             to later and to earlier nodes in a breadth-first search (without
@@ -96,6 +98,8 @@ class ChimeraDAGConv(ChimeraBlock):
             the gate :math:`\mathbf{z}`, as above, or after it, as in Mamba-2:
             :math:`\text{RMSNorm}(\ldots \odot \text{SiLU}(\mathbf{z}_i))`. (default:
             :obj:`True`)
+
+    Execution:
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
             :obj:`bias`, :obj:`reach` (here not limited; a head writes as much as it
             forgets), :obj:`form` (but :obj:`"mask"`) and :obj:`backend` of

@@ -101,14 +101,14 @@ class ChimeraPathConv(ChimeraBlock):
         nodes = self.project(x, filtered)
         query, key, value = self.query_key_value(nodes)
         gates = nodes.delta + self.delta_bias
-        target, source, psi = F.softplus(gates[:, :3]).double().unbind(1)
+        target, source, psi, gate = F.softplus(gates).double().unbind(1)
         edge = None if edge is None else edge.double()
         log_weight = -mean_of_ends(edge_index, target, source, edge)
-        logs = _Logs(log_weight, psi, log_softplus(gates[:, 3]).double())
+        logs = _Logs(log_weight, psi, log_softplus(gates[:, 3].double(), gate))
 
         def mix(
             query: Tensor, key: Tensor, value: Tensor, logs: _Logs, log_value: Tensor,
-            log_factor: Tensor | float = 0.0,
+            log_factor: Tensor | None = None,
         ) -> tuple[Tensor, Tensor]:  # fmt: skip
             """What nodes read, divided by an exponential, and its logarithm."""
             # Nodes that write nothing leave the scale to others.
@@ -117,7 +117,8 @@ class ChimeraPathConv(ChimeraBlock):
                 edge_index, x.size(0), logs.weight, logs.psi, log_source
             )
             weight = self.explained(weight, x.size(0)).to(value.dtype)
-            rest = (logs.gate - scale).unsqueeze(2) + log_factor
+            rest = (logs.gate - scale).unsqueeze(2)
+            rest = rest if log_factor is None else rest + log_factor
             # Infinite only for values of zero.
             most = 0.99 * math.log(torch.finfo(value.dtype).max)
             value = value * torch.exp(rest.clamp(max=most).to(value.dtype))
@@ -131,7 +132,7 @@ class ChimeraPathConv(ChimeraBlock):
             return y, scale
 
         # Too large a scale for small values is found out.
-        log_value = value.detach().abs().amax(2).clamp(min=math.exp(-40)).log()
+        log_value = _largest(value).clamp(min=math.exp(-40)).log()
         y, scale = mix(query, key, value, logs, log_value)
         return self.output(
             y, nodes, value, scale, partial(self._mix_apart, nodes, logs, mix)
@@ -194,33 +195,38 @@ class ChimeraPathConv(ChimeraBlock):
         """As of other layers, for y divided by exp(log_scale), [V, heads]; `apart`
         computes both for each state channel.
         """
-        out, lost = self._summed(y.unsqueeze(2), log_scale.unsqueeze(2), value)
-        if readable() and not is_followed() and bool(lost.any()):
+        out, lost = self._summed(y, log_scale, value)
+        known = readable() and not is_followed()
+        if known and bool(lost.any()):
             y, log_scale = apart()
             out, lost = self._summed(y, log_scale, value)
-        return self.finish(out.masked_fill(lost, torch.nan), nodes.gate, nodes.x.dtype)
+            known = False
+        if not known:
+            out = out.masked_fill(lost.unsqueeze(1), torch.nan)
+        return self.finish(out, nodes.gate, nodes.x.dtype)
 
     def _summed(
         self, y: Tensor, log_scale: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What the norm takes, [V, heads * P], and in which rows y is too inexact,
-        [V, 1], from parts of y, [V, heads, parts, P].
+        [V], from y, [V, heads, P], or parts of it, [V, heads, parts, P].
 
         Parts are at most about one, and vanish below the range of their dtype. Beside
         the skip connection, or the norm's epsilon, what vanishes may be large.
         """
         most = 0.7 * math.log(torch.finfo(y.dtype).max)
-        skip = self.skip.view(-1, 1) * value
-        log_size = y.detach().abs().amax(3).log() + log_scale.detach()
-        log_size = log_size.flatten(1).amax(1)
-        least = skip.detach().abs().flatten(1).amax(1).clamp(min=1e-5**0.5).log()
-        highest = log_scale.detach().flatten(1).amax(1)
-        lost = highest - most > log_size.maximum(least)
+        skip, log = self.skip.view(-1, 1) * value, log_scale.detach()
+        of_row = tuple(range(1, log.dim()))
+        log_size = (_largest(y).log() + log).amax(of_row)
+        least = _largest(skip).amax(1).clamp(min=1e-5**0.5).log()
+        log_size = log_size.maximum(least)
+        lost = log.amax(of_row) - most > log_size
         # The norm of a row far above its epsilon is that of any multiple.
-        rest = (log_size.maximum(least) - 20).clamp(min=0).view(-1, 1, 1)
-        y = (y * torch.exp(log_scale - rest).to(y.dtype).unsqueeze(3)).sum(2)
-        y = y + skip * torch.exp(-rest).to(skip.dtype)
-        return y.flatten(1), lost.unsqueeze(1)
+        rest = (log_size - 20).clamp(min=0).view(-1, *(1 for _ in of_row))
+        y = y * torch.exp(log_scale - rest).to(y.dtype).unsqueeze(-1)
+        y = y.sum(2) if y.dim() == 4 else y
+        y = y + skip * torch.exp(-rest).to(skip.dtype).view(-1, 1, 1)
+        return y.flatten(1), lost
 
 
 def _within_two(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +246,12 @@ class _Logs(NamedTuple):
     gate: Tensor  #: the logarithm of the input gate, [V, heads]
 
 
-def log_softplus(x: Tensor) -> Tensor:
+def _largest(x: Tensor) -> Tensor:
+    """The largest absolute value of each last row, as a constant."""
+    return torch.linalg.vector_norm(x.detach(), torch.inf, -1)
+
+
+def log_softplus(x: Tensor, softplus: Tensor) -> Tensor:
     """The logarithm of softplus(x), which itself underflows."""
     low = x < -40
-    return torch.where(low, x, F.softplus(x.masked_fill(low, 0)).log())
+    return torch.where(low, x, softplus.masked_fill(low, 1).log())

@@ -20,7 +20,7 @@ from pyg_chimera.nn._inputs import (
     plain_edges,
 )
 from pyg_chimera.nn.conv._base import Layer
-from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
+from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm, masked_norm
 from pyg_chimera.ops.common.checks import check_edges, check_integer
 from pyg_chimera.ops.common.portability import is_portable
 
@@ -175,6 +175,7 @@ class GatedGCNConv(Layer, MessagePassing):
         edge_index: Adj,
         edge_attr: OptTensor = None,
         batch: OptTensor = None,
+        pad_node_mask: OptTensor = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         r"""Runs the forward pass of the module.
 
@@ -187,6 +188,9 @@ class GatedGCNConv(Layer, MessagePassing):
             batch (torch.Tensor, optional): The batch vector of the (target) nodes,
                 which :obj:`norm="graph_batch_norm"` reads. Without it, graphs are
                 unknown, and this norm is plain batch norm. (default: :obj:`None`)
+            pad_node_mask (torch.Tensor, optional): The (target) nodes that are no
+                padding, bool, see :class:`~pyg_chimera.transforms.PadBatch`. Batch
+                norms leave the others out. (default: :obj:`None`)
 
         Returns:
             The update of the nodes, or with :obj:`edge_dim` and :obj:`update_edges` a
@@ -230,20 +234,27 @@ class GatedGCNConv(Layer, MessagePassing):
             gate=gate,
             **more,
         )
-        out = self._finish(out.to(root.dtype), self.norm, batch)
+        mask = pad_node_mask
+        out = self._finish(out.to(root.dtype), self.norm, batch, mask)
 
         if not self.update_edges:
             return out
-        batch = None if batch is None else batch[edge_index[1]]
-        return out, self._finish(edge, self.norm_edge, batch)
+        of_edges = [None if y is None else y[edge_index[1]] for y in (batch, mask)]
+        return out, self._finish(edge, self.norm_edge, *of_edges)
 
     def _finish(
-        self, x: Tensor, norm: torch.nn.Module | None, batch: OptTensor
+        self,
+        x: Tensor,
+        norm: torch.nn.Module | None,
+        batch: OptTensor,
+        mask: OptTensor,
     ) -> Tensor:
-        if isinstance(norm, GraphBatchNorm):
-            x = BatchNorm.forward(norm, x) if batch is None else norm(x, batch)
+        if isinstance(norm, GraphBatchNorm) and batch is not None:
+            x = norm(x, batch, mask)
+        elif isinstance(norm, GraphBatchNorm) and mask is None:
+            x = BatchNorm.forward(norm, x)
         elif norm is not None:
-            x = norm(x)
+            x = masked_norm(norm, x, mask)
         return x if self.act is None else self.act(x)
 
     def edge_update(

@@ -18,6 +18,7 @@ from pyg_chimera.nn._inputs import (
     check_size,
 )
 from pyg_chimera.nn._norm import LazyLayerNorm
+from pyg_chimera.nn._renamed import renamed
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.nn.conv._projection import projected
@@ -81,7 +82,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         layer = GPSLayer(96, conv=conv, mixer=GraphMambaConv(96), dropout=0.1)
         x, edge_attr = layer(x, edge_index, batch, edge_attr)
 
-    Args:
+    Size:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
             from the first input.
         out_channels (int, optional): Size of each output sample. (default:
@@ -92,14 +93,17 @@ class GraphMambaConv(Layer, torch.nn.Module):
             convolution along the sequence. (default: :obj:`4`)
         expand (int, optional): The width of the state space model, as a multiple of
             :obj:`out_channels`. (default: :obj:`1`)
+        bias (bool, optional): If :obj:`True`, :math:`\mathbf{W}_{\textrm{in}},
+            \mathbf{W}_{\textrm{gate}}` and :math:`\mathbf{W}_{\textrm{out}}` have an
+            additive bias. (default: :obj:`False`)
+
+    Recurrence:
         order (str, optional): The score by which nodes are sorted, see
             :func:`~pyg_chimera.ops.node_score`: one of :obj:`"order"`, :obj:`"degree"`,
             :obj:`"eigenvector"`, :obj:`"pagerank"`, :obj:`"closeness"`, :obj:`"bfs"`,
             :obj:`"random"` and :obj:`"cluster"` (which puts clusters, and the nodes
             within each, in random order). With :obj:`None`, :obj:`score` must be given
             to :meth:`forward`. (default: :obj:`"degree"`)
-        num_eval_permutations (int, optional): The number of permutations in
-            evaluation. (default: :obj:`5`)
         num_bins (int, optional): The number of parts into which the nodes of each graph
             are divided at random; each part is a separate sequence. For graphs of
             hundreds of nodes. (default: :obj:`1`)
@@ -108,9 +112,10 @@ class GraphMambaConv(Layer, torch.nn.Module):
             :obj:`False`)
         norm (bool, optional): If :obj:`False`, the layer norm :math:`\textrm{LN}` of
             the input is left out. (default: :obj:`True`)
-        bias (bool, optional): If :obj:`True`, :math:`\mathbf{W}_{\textrm{in}},
-            \mathbf{W}_{\textrm{gate}}` and :math:`\mathbf{W}_{\textrm{out}}` have an
-            additive bias. (default: :obj:`False`)
+
+    Execution:
+        num_eval_permutations (int, optional): The number of permutations in
+            evaluation. (default: :obj:`5`)
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`, see
             :func:`~pyg_chimera.ops.selective_scan`.
@@ -136,6 +141,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
     edge_dim = None  #: none are read
     seed = 0  #: of the fixed permutations in evaluation
 
+    @renamed(channels="in_channels")
     def __init__(
         self,
         in_channels: int,

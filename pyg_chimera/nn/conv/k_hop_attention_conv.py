@@ -53,24 +53,28 @@ class KHopAttentionConv(Mixer):
     * *rotary positions*, `"RoFormer" <https://arxiv.org/abs/2104.09864>`_: given
       positions, or the depth of nodes in a DAG.
 
-    Args:
+    Size:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
             from the first input.
         out_channels (int, optional): Size of each output sample. (default:
             :obj:`in_channels`)
         heads (int, optional): Number of heads; divides :obj:`out_channels`.
             (default: the largest of 4, 2 and 1 that does)
-        k (int, optional): The largest number of steps. (default: :obj:`1`)
         groups (int, optional): Number of different keys and values; divides
             :obj:`heads`. (default: :obj:`heads`)
-        rotary (bool, optional): Whether queries and keys are rotated by positions:
-            :obj:`pos` if given, otherwise the topological depth, which only DAGs have.
-            (default: :obj:`False`)
         edge_dim (int, optional): Size of edge features, a projection of which is then
             added to the logits of the pairs that the edges join, or :obj:`-1`.
             Duplicate edges add up. (default: :obj:`None`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
+
+    Attention:
+        k (int, optional): The largest number of steps. (default: :obj:`1`)
+        rotary (bool, optional): Whether queries and keys are rotated by positions:
+            :obj:`pos` if given, otherwise the topological depth, which only DAGs have.
+            (default: :obj:`False`)
+
+    Execution:
         backend (str, optional): :obj:`"torch"`, :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted. With

@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear
@@ -84,7 +85,7 @@ class PLSTMConv(PLSTMBlock):
     around it, such as :class:`~pyg_chimera.nn.GPSLayer`. For images and sequences,
     there is :class:`~pyg_chimera.nn.PLSTMGridConv`.
 
-    Args:
+    Size:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
             from the first input.
         out_channels (int, optional): Size of each output sample. (default:
@@ -93,10 +94,15 @@ class PLSTMConv(PLSTMBlock):
             :obj:`out_channels`. (default: the largest of 4, 2 and 1 that does)
         state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
             :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
-        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
-            are recommended. (default: :obj:`"P"`)
+        num_dags (int, optional): The number of given DAGs. (default: :obj:`1`)
         edge_dim (int, optional): Size of edge features, on which the gates then also
             depend, or :obj:`-1`. (default: :obj:`None`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
+            always have one. (default: :obj:`True`)
+
+    Recurrence:
+        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
+            are recommended. (default: :obj:`"P"`)
         order (str, optional): With :obj:`"order"`, :obj:`"degree"` or :obj:`"bfs"`, the
             nodes are ordered by :func:`~pyg_chimera.ops.node_order`, and there are two
             DAGs: the edges from earlier to later nodes, and those from later to earlier
@@ -109,7 +115,6 @@ class PLSTMConv(PLSTMBlock):
             and descendants influence each other. Turns take time and memory for each
             pair of later neighbours of a node, which are many if a hub comes early in
             the order, as by :obj:`"bfs"`. (default: :obj:`True`)
-        num_dags (int, optional): The number of given DAGs. (default: :obj:`1`)
         normalization (str, optional): Under :obj:`"P"`: :obj:`"column"`, as above, or
             :obj:`"row"`, a softmax over the edges that enter a node, so that a signal's
             largest state in a DAG does not grow. :obj:`"D"` has no normalization.
@@ -128,8 +133,8 @@ class PLSTMConv(PLSTMBlock):
             :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
             first, as in the paper, and learning to tell near from far takes longer.
             (default: :obj:`(4, 64)`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
-            always have one. (default: :obj:`True`)
+
+    Execution:
         form (str, optional): :obj:`"state"`, :obj:`"chunk"` (on paths) or
             :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
@@ -198,15 +203,16 @@ class PLSTMConv(PLSTMBlock):
         # edge, score (of columns). Gates with a bias come first.
         states, alpha = heads * tracking, heads if mode == "P" else 0
         row = alpha if self.normalization == "row" else 0
-        parts = [heads, 4 * states + row, 3 * states + alpha - row]
+        tail, head = [3 * states, states, row], [3 * states, alpha - row]
+        self._ends = [[size for size in end if size] for end in (tail, head)]
+        self._parts = [heads, *map(sum, self._ends)]
         copies = 2 if divided else num_dags
-        self.add_parameters(copies, [heads, states, states, states], sum(parts))
+        self.add_parameters(copies, [heads, states, states, states], sum(self._parts))
         self.edge_dim = edge_dim
         self.order = order
         self.turns = turns
         self.num_dags = num_dags
         self.tracking = tracking
-        self._parts = parts
 
         self.lin_edge = self.lin_track = self.track_bias = None
         if edge_dim is not None:
@@ -273,11 +279,12 @@ class PLSTMConv(PLSTMBlock):
             dags = self._given(num_nodes, edge_index, edge_attr, line_edge_index)
         else:
             dags = self._ordered(num_nodes, order, edge_index, edge_attr)
-        query, key, value = self.query_key_value(x)
+        nodes = self.project(x)
+        query, key, value = self.query_key_value(nodes)
         index, D = dags.edge_index, dags.number
         index = index if D == 1 else index // D
         y = stm_scan(
-            query, key, value, *self._gates(x, dags), index,
+            query, key, value, *self._gates(x, nodes.gate, dags), index,
             dags.line_edge_index, batch, form=self.form, backend=self.backend,
         )  # fmt: skip
         return self.output(y, x)
@@ -355,29 +362,37 @@ class PLSTMConv(PLSTMBlock):
         ones = torch.ones(edge_index.size(1), 1, device=edge_index.device)
         return self.explain_message(ones, None)
 
-    def _gates(self, x: Tensor, dags: _DAGs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _gates(
+        self, x: Tensor, gate: Tensor, dags: _DAGs
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [E, heads(, J)], transition [L, heads(, J, J)], mark, direct."""
         D, S = dags.number, self.heads * self.tracking
         copies = self.gate_bias.size(0)  # D, or one that DAGs share
         row, col = dags.edge_index
-        gates = self.node_gates(x).expand(-1, D, -1).flatten(0, 1)
-        direct, tail, head = gates.split(self._parts, dim=1)
-        tail, head = tail.index_select(0, row), head.index_select(0, col)
-        gate = tail[:, : 3 * S] + head[:, : 3 * S]
-        first = tail[:, 3 * S : 4 * S]
-        score = tail[:, 4 * S :] if self.normalization == "row" else head[:, 3 * S :]
+        gates = gate.unflatten(1, (copies, -1))
+        bias = self.gate_bias.to(gates.dtype)
+        gates = gates + F.pad(bias, (0, gates.size(2) - bias.size(1)))
+        if copies < D:
+            gates = gates.expand(-1, D, -1)
+        direct, *ends = gates.flatten(0, 1).split(self._parts, dim=1)
+        (tail, first, *score), (head, *score_of_head) = (
+            part.index_select(0, end).split(sizes, dim=1)
+            for part, end, sizes in zip(ends, (row, col), self._ends, strict=True)
+        )
+        gate, score = tail + head, score + score_of_head
         if self.lin_edge is not None:
             edge = at_least_float32(self.lin_edge(dags.edge_attr))
             if copies > 1:  # each edge is in one of the DAGs
                 rows = torch.arange(edge.size(0), device=edge.device) * D + row % D
                 edge = edge.view(rows.numel() * D, edge.size(1) // D)
                 edge = edge.index_select(0, rows)
-            gate = gate + edge[:, : 3 * S]
-            first = first + edge[:, 3 * S : 4 * S]
-            score = score + edge[:, 4 * S :]
+            sizes = [3 * S, S, *(y.size(1) for y in score)]
+            of_gate, of_first, *of_score = edge.split(sizes, dim=1)
+            gate, first = gate + of_gate, first + of_first
+            score = [y + other for y, other in zip(score, of_score, strict=True)]
 
-        source, mark = gate[:, : 2 * S].sigmoid().split(S, dim=1)
-        second = gate[:, 2 * S :]
+        written, second = gate.split([2 * S, S], dim=1)
+        source, mark = written.sigmoid().split(S, dim=1)
         out, into = dags.line_edge_index
         if not torch.compiler.is_compiling():  # where numbers are symbols
             check_memory(
@@ -397,7 +412,7 @@ class PLSTMConv(PLSTMBlock):
             transition = self._rotated(x, transition, node)
         if self.mode == "P":
             ends = row if self.normalization == "column" else col
-            alpha = softmax(score, ends, num_nodes=x.size(0) * D)
+            alpha = softmax(*score, ends, num_nodes=x.size(0) * D)
             to = into if self.normalization == "column" else out
             transition = transition * _like(alpha.index_select(0, to), transition)
         if dags.kept is not None:
@@ -407,8 +422,9 @@ class PLSTMConv(PLSTMBlock):
             mask = dags.mask.to(source.dtype)
             source = source * _like(mask, source)
             transition = transition * _like(mask[into], transition)
-        # Once where DAGs share their gates, as a node reads the edges of both at once.
-        direct = direct.sigmoid().view(x.size(0), D, self.heads)[:, :copies].sum(1)
+        direct = direct.sigmoid()
+        if D > 1:  # once where they share gates: nodes read edges of both at once
+            direct = direct.view(x.size(0), D, self.heads)[:, :copies].sum(1)
         return source, transition, mark, direct
 
     def _rotated(self, x: Tensor, decay: Tensor, node: Tensor) -> Tensor:

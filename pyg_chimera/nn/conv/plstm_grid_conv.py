@@ -5,8 +5,7 @@ from torch import Tensor
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn.conv._grid import OnGrids, check_grid
-from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
-from pyg_chimera.nn.conv._projection import projected
+from pyg_chimera.nn.conv._plstm_block import PLSTMBlock, Projected
 from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops import grid_scan
 from pyg_chimera.ops.grid_gates import Layout, grid_gates
@@ -121,14 +120,16 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         width: int | Tensor,
     ) -> Tensor:
         options = {"form": self.form, "backend": self.backend}
-        inputs = *self.query_key_value(x, filtered), *self._gates(x)
+        nodes = self.project(x, filtered)
+        inputs = *self.query_key_value(nodes), *self._gates(nodes)
         return self.output(grid_scan(*inputs, height, width, **options), x)
 
     def _extend(
         self, x: Tensor, filtered: Filter | None, state: Any
     ) -> tuple[Tensor, Any]:
-        query, key, value = self.query_key_value(x, filtered)
-        source, transition, mark, direct = self._gates(x)
+        nodes = self.project(x, filtered)
+        query, key, value = self.query_key_value(nodes)
+        source, transition, mark, direct = self._gates(nodes)
         # The gates of edges to the right: a sequence is a single row.
         source, mark, transition = (
             gate[:, 0, 0][..., None, None]
@@ -142,7 +143,6 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         state = source * written + (0 if state is None else transition * state)
         return self.output(out, x), state
 
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _gates(self, nodes: Projected) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""
-        (rows,) = projected(x, (self.lin_gate,))
-        return grid_gates(rows, self.gate_bias, self._layout)
+        return grid_gates(nodes.gate, self.gate_bias, self._layout)

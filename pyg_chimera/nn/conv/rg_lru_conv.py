@@ -80,7 +80,7 @@ class RGLRUConv(GatedBlock):
     ancestors only. Unless this is intended, add its reverse as a second DAG, as in the
     example.
 
-    Args:
+    Size:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
             from the first input.
         out_channels (int, optional): Size of each output sample, and of the states.
@@ -88,11 +88,13 @@ class RGLRUConv(GatedBlock):
         heads (int, optional): Number of blocks of the gates; divides
             :obj:`out_channels`. (default: the largest of 4, 2 and 1 that does)
         num_dags (int, optional): The number of DAGs. (default: :obj:`1`)
-        order (str, optional): As in :class:`~pyg_chimera.nn.ChimeraDAGConv`: what to do
-            with cycles. (default: :obj:`"auto"`)
         conv_kernel (int, optional): The number of generations in the filters of the
             local convolution, including the node itself; with :obj:`1`, there is no
             convolution. (default: :obj:`4`)
+
+    Recurrence:
+        order (str, optional): As in :class:`~pyg_chimera.nn.ChimeraDAGConv`: what to do
+            with cycles. (default: :obj:`"auto"`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps,
             over which the channels of each head are spread evenly on a log scale: the
             distance along a path at which influence has fallen to :math:`1/e` before
@@ -105,6 +107,8 @@ class RGLRUConv(GatedBlock):
             the paper: nodes without parents write with 1 in place of :math:`\sqrt{1 -
             \mathbf{a}_i^2}`, and GELU is its tanh approximation. (default:
             :obj:`False`)
+
+    Execution:
         **kwargs (optional): The options :obj:`edge_dim`, :obj:`gated`, :obj:`bias` and
             :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`, and those of
             :class:`torch_geometric.nn.conv.MessagePassing`.

@@ -1,7 +1,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import MLP
@@ -20,6 +22,13 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route
+from pyg_chimera.nn.graph_batch_norm import masked_norm
+from pyg_chimera.nn.models._pretrained import (
+    build,
+    load_model,
+    plain_arguments,
+    save_model,
+)
 from pyg_chimera.ops.common.checks import (
     check_edge_index,
     check_edges,
@@ -134,13 +143,17 @@ class GraphModel(TakesTensors, torch.nn.Module):
             embeddings a :class:`CategoricalEncoder` sums.
         channels (int): The size of nodes (and edges) between the layers.
         out_channels (int): Size of each output sample.
-        layers (Callable or Iterable[torch.nn.Module]): The layers, or a function that
-            builds a layer from its position in the stack. A layer is a
-            :class:`~pyg_chimera.nn.GPSLayer` or any :obj:`layer(x, edge_index, ...)`.
+        layers (Callable, Iterable[torch.nn.Module] or Mapping[str, Any]): The layers,
+            or a function that builds a layer from its position in the stack, or the
+            description of a layer as plain data: the name of its class in
+            :mod:`pyg_chimera.nn` or :mod:`torch_geometric.nn` and its arguments, as in
+            ``{"class": "GPSLayer", "channels": 64, "mixer": {"class": "ChimeraConv",
+            "in_channels": 64}}``. A layer is a :class:`~pyg_chimera.nn.GPSLayer` or any
+            :obj:`layer(x, edge_index, ...)`.
             Of :obj:`batch`, :obj:`edge_attr` and further arguments, it gets those that
             its forward method accepts. It returns nodes, or nodes and edges.
         num_layers (int, optional): The number of layers, required if :obj:`layers` is a
-            function. (default: :obj:`None`)
+            function or a description. (default: :obj:`None`)
         edge_dim (int or Sequence[int], optional): Like :obj:`in_channels`, for edges.
             If set to :obj:`None`, the model takes no edge features. (default:
             :obj:`None`)
@@ -204,7 +217,9 @@ class GraphModel(TakesTensors, torch.nn.Module):
         in_channels: int | Sequence[int],
         channels: int,
         out_channels: int,
-        layers: Callable[[int], torch.nn.Module] | Iterable[torch.nn.Module],
+        layers: Callable[[int], torch.nn.Module]
+        | Iterable[torch.nn.Module]
+        | Mapping[str, Any],
         num_layers: int | None = None,
         *,
         edge_dim: int | Sequence[int] | None = None,
@@ -219,7 +234,9 @@ class GraphModel(TakesTensors, torch.nn.Module):
         structure: Mapping[str, str] | None = None,
         encodings: Mapping[str, torch.nn.Module] | None = None,
     ) -> None:
+        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
+        self._arguments = plain_arguments(given)
 
         check_option("head", head, ("graph", "node", "edge"))
         check_option("decoder", decoder, ("dot", "mlp"))
@@ -255,6 +272,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
 
         self.node_encoder = _encoder(in_channels, channels - taken)
         self.encodings = torch.nn.ModuleDict(encodings)
+        self._encoder_routes = [Route.of(x) for x in self.encodings.values()]
         self.edge_encoder = None if edge_dim is None else _encoder(edge_dim, channels)
         self.layers = torch.nn.ModuleList(_make_layers(layers, num_layers))
         self._routes = [Route.of(layer, graph=True) for layer in self.layers]
@@ -295,6 +313,68 @@ class GraphModel(TakesTensors, torch.nn.Module):
             torch.nn.init.kaiming_normal_(lin.weight, nonlinearity="relu")
             torch.nn.init.zeros_(lin.bias)
 
+    def save_pretrained(self, path: str | PathLike, card: str = "") -> None:
+        r"""Saves the model as a folder, for :meth:`from_pretrained`: the arguments of
+        the constructor that are plain data (:obj:`config.json`), the weights
+        (:obj:`model.pth`), and a card (:obj:`README.md`). The folder appears when all
+        of it is written.
+
+        Functions and modules, such as :obj:`layers` unless they are a description, are
+        no plain data: whoever loads the model passes them again.
+
+        Args:
+            path (str or os.PathLike): The folder, which must not exist yet.
+            card (str, optional): What a user should know, in Markdown: data, split,
+                seed, metrics, licence. (default: :obj:`""`, no card)
+
+        Raises:
+            ValueError: If :obj:`path` exists, or the sizes of some weights are not
+                known yet.
+        """
+        from pyg_chimera import __version__
+
+        plain, other = self._arguments
+        config = {"version": __version__, "arguments": plain, "missing": other}
+        save_model(path, config, self.state_dict(), card)
+
+    @classmethod
+    def from_pretrained(cls, path: str | PathLike, **kwargs: Any) -> "GraphModel":
+        r"""Loads a model that :meth:`save_pretrained` has saved: on the CPU, in
+        evaluation mode. Files are read as data, and run no code but the constructors
+        of modules of this library and of PyTorch Geometric.
+
+        .. code-block:: python
+
+            model.save_pretrained("my_model")
+            model = GraphModel.from_pretrained("my_model", layers=layer)
+
+        Args:
+            path (str or os.PathLike): The folder.
+            **kwargs (optional): Arguments of the constructor that are not stored, or
+                take the place of stored ones.
+
+        Raises:
+            ValueError: If files are missing or damaged, an argument is neither stored
+                nor given, or the weights do not fit the model.
+        """
+        config, state = load_model(path)
+        missing = [name for name in config["missing"] if name not in kwargs]
+        if missing:
+            raise ValueError(
+                f"The model in {str(path)!r} was built with {missing} that are no "
+                "plain data. Pass the same again: 'from_pretrained(path, "
+                f"{', '.join(f'{name}=...' for name in missing)})'"
+            )
+        try:
+            model = cls(**(config["arguments"] | kwargs))
+            model.load_state_dict(state)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The model in {str(path)!r}, saved by version {config['version']}, "
+                f"does not fit: {error}"
+            ) from error
+        return model.eval()
+
     def inputs(self, data: Data | Batch) -> dict[str, Any]:
         r"""The arguments of the forward method, taken from :obj:`data`.
 
@@ -324,6 +404,8 @@ class GraphModel(TakesTensors, torch.nn.Module):
             "edge_index": _attribute(data, adj, "the layers are called with"),
             "batch": data.batch if "batch" in data else None,
         }
+        if "pad_node_mask" in data:
+            args["pad_node_mask"] = data.pad_node_mask
         # The values of an 'adj_t' may be the edge features.
         if self.edge_encoder is not None and (adj != "adj_t" or "edge_attr" in data):
             reader = f"a model with edge_dim={self.edge_dim} reads"
@@ -354,6 +436,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
         batch_size: int | None = None,
         edge_label_index: Tensor | None = None,
         encodings: Mapping[str, Tensor] | None = None,
+        pad_node_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         r"""Runs the forward pass of the module.
@@ -371,6 +454,9 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 edge head scores. (default: :obj:`None`)
             encodings (Mapping[str, torch.Tensor], optional): The inputs of the encoders
                 in :obj:`encodings`, by name. (default: :obj:`None`)
+            pad_node_mask (torch.Tensor, optional): The nodes that are no padding, bool,
+                see :class:`~pyg_chimera.transforms.PadBatch`. Batch norms leave the
+                others, and graphs of them, out. (default: :obj:`None`)
             **kwargs (optional): Further arguments of the layers, by name.
         """
         for name in kwargs:
@@ -399,11 +485,16 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 f"has encoders, got {sorted(encodings or {})}."
             )
 
+        masks = {} if pad_node_mask is None else {"pad_node_mask": pad_node_mask}
         x = _encode(self.node_encoder, x, "x")
         check_inputs(x, batch=batch)
         batch = None if batch is None else batch.long()
         if encodings:
-            parts = [self.encodings[name](encodings[name]) for name in self.encodings]
+            pairs = zip(self.encodings.items(), self._encoder_routes, strict=True)
+            parts = [
+                encoder(encodings[name], **route.select(masks))
+                for (name, encoder), route in pairs
+            ]
             x = torch.cat([x, *parts], dim=-1)
         if edge_attr is not None and self.edge_encoder is not None:
             edge_attr = _encode(self.edge_encoder, edge_attr, "edge_attr")
@@ -412,18 +503,21 @@ class GraphModel(TakesTensors, torch.nn.Module):
         for i, (route, layer) in enumerate(
             zip(self._routes, self.layers, strict=False)
         ):
-            given = {"batch": batch, "edge_attr": edge_attr, **kwargs}
+            given = {"batch": batch, "edge_attr": edge_attr, **masks, **kwargs}
             args = {k: v for k, v in given.items() if route.accepts(k, layer)}
             out = route.call(layer, x, edge_index, batch, args)
             x, edge_attr = self._outputs(i, out, edge_attr)
-        x = self.norm(x, batch)
+        x, mask = self.norm(x, batch, pad_node_mask), pad_node_mask
 
         if self.pool is not None:
             if batch is None:  # One graph, even if it has no nodes.
                 batch_size = 1
             x = self.pool(x, batch, dim_size=batch_size)
+            if mask is not None and batch is not None:  # graphs without padding
+                padding = mask.new_zeros(x.size(0), dtype=torch.long)
+                mask = padding.index_add(0, batch, (~mask).long()) == 0
         if edge_label_index is None:
-            return self.mlp(x)
+            return self._predict(x, mask)
         if readable():
             check_edge_index(edge_label_index, x.size(0), "edge_label_index")
         source, target = check_edges("edge_label_index", edge_label_index, x)
@@ -431,6 +525,16 @@ class GraphModel(TakesTensors, torch.nn.Module):
             return self.mlp(torch.cat([x[source], x[target]], dim=-1))
         x = self.mlp(x)
         return (x[source] * x[target]).sum(dim=-1, keepdim=True)
+
+    def _predict(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The head's network; batch norms leave rows out that are not in the mask."""
+        if mask is None:
+            return self.mlp(x)
+        mlp = self.mlp
+        for lin, norm, p in zip(mlp.lins, mlp.norms, mlp.dropout, strict=False):
+            x = masked_norm(norm, lin(x), mask)
+            x = F.dropout(x if mlp.act is None else mlp.act(x), p, self.training)
+        return mlp.lins[-1](x)
 
     def _edges(
         self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None
@@ -502,10 +606,7 @@ def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
     return data[attr]
 
 
-def _make_layers(
-    layers: Callable[[int], torch.nn.Module] | Iterable[torch.nn.Module],
-    num_layers: int | None,
-) -> list[torch.nn.Module]:
+def _make_layers(layers: Any, num_layers: int | None) -> list[torch.nn.Module]:
     # Modules are callable too, so iterables, such as lists of modules, come first.
     single = isinstance(layers, torch.nn.Module) and not isinstance(layers, Iterable)
     if single or isinstance(layers, type):
@@ -514,7 +615,8 @@ def _make_layers(
             "'layers' must be a list of layers, or a function that makes one, such as "
             f"'lambda index: GPSLayer(...)', got a single {kind.__name__}"
         )
-    if isinstance(layers, Iterable):
+    described = isinstance(layers, Mapping)
+    if isinstance(layers, Iterable) and not described:
         made = list(layers)
         if num_layers not in (None, len(made)):
             raise ValueError(
@@ -526,4 +628,5 @@ def _make_layers(
         raise ValueError(
             "'num_layers' must be a number of layers for a function 'layers', got None."
         )
-    return [layers(i) for i in range(check_integer("num_layers", num_layers, 0))]
+    positions = range(check_integer("num_layers", num_layers, 0))
+    return [build(layers) if described else layers(i) for i in positions]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.errors import NotFiniteError
 
 NO_TORCHSCRIPT = (
@@ -97,6 +98,15 @@ def _is_integer(tensor: Tensor) -> bool:
     )
 
 
+def extremes(x: Tensor) -> tuple[int, int]:
+    """The smallest and the largest of some integers; a GPU is waited for once."""
+    if type(x) is Tensor and x.is_cpu:  # without calls
+        found = as_array(x if x.dtype == torch.long else x.long())
+        return int(found.min()), int(found.max())
+    low, high = torch.stack(torch.aminmax(x)).tolist()
+    return low, high
+
+
 def check_edge_index(
     edge_index: Tensor, num_nodes: int, name: str = "edge_index", end: str = "node"
 ) -> None:
@@ -125,7 +135,7 @@ def check_edge_index(
         )
     if edge_index.numel() == 0:
         return
-    low, high = (int(bound) for bound in torch.aminmax(edge_index))
+    low, high = extremes(edge_index)
     x_rows = " (the rows of 'x')" if end == "node" else ""
     if low < 0 or high >= num_nodes:
         raise ValueError(

@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from itertools import compress
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from warnings import warn
+from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -29,7 +29,11 @@ from pyg_chimera.ops.common.portability import (
     refuse_for_onnx,
 )
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
-from pyg_chimera.ops.common.torch_private import is_in_forward_mode, is_transforming
+from pyg_chimera.ops.common.torch_private import (
+    NOT_IN_CUDA_GRAPHS,
+    is_in_forward_mode,
+    is_transforming,
+)
 from pyg_chimera.ops.common.verdicts import reason_against
 
 Inputs = TypeVar("Inputs", bound=tuple)
@@ -64,10 +68,9 @@ class Operator(Generic[Inputs, Structure]):
     have one dtype, float32 or float64, unless `in_one_dtype` chooses one, and get
     gradients.
 
-    The registered forward pass returns the output and what is saved for the backward
-    pass: the tensors that a backend saves, packed into one, and a header with their
-    shapes, the choice, the structure's key in the cache, and whether contents were
-    trusted.
+    The registered forward pass returns the output and a header for the backward pass,
+    with the choice, the structure's key in the cache, and whether contents were
+    trusted. What a backend saves is kept with the header.
     """
 
     name: str  #: the name of the registered operator
@@ -106,16 +109,18 @@ class Operator(Generic[Inputs, Structure]):
             f"pyg_chimera::{self.name}",
             self._run_forward,
             mutates_args=(),
-            schema=f"({', '.join(arguments)}) -> (Tensor, Tensor, Tensor)",
+            schema=f"({', '.join(arguments)}) -> (Tensor, Tensor)",
+            **NOT_IN_CUDA_GRAPHS,
         )
         self._backward = torch.library.custom_op(
             f"pyg_chimera::{self.name}_backward",
             self._run_backward,
             mutates_args=(),
-            schema="(Tensor grad, Tensor saved, Tensor header, "
+            schema="(Tensor grad, Tensor? output, Tensor header, "
             f"{', '.join(arguments)}) -> "
             # Not a list, which `is_grads_batched` does not support.
             f"({', '.join(['Tensor'] * sum(self._are_tensors))})",
+            **NOT_IN_CUDA_GRAPHS,
         )
         self._forward.register_fake(self._fake_forward)
         self._forward.register_autograd(
@@ -323,36 +328,28 @@ class Operator(Generic[Inputs, Structure]):
 
     # ----------------------------------------------------- the registered operators
 
-    def _run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _run_forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         inputs = self.inputs(*args)
         out, saved, call = self._compute(inputs)
-        shapes = [list(x.shape) for x in saved]
         # As in the fake implementation, which compilers rely on.
         dtype = getattr(inputs, self.output_like).dtype
         is_wide = out.dtype != dtype
-        choice = call.choice.algorithm
-        header = _Header(choice, call.key, shapes, trusted(), is_wide)
-        packed = _pack(saved, out).view(dtype)
-        return out.contiguous().to(dtype), packed, header.encode()
+        header = _Header(call.choice.algorithm, call.key, trusted(), is_wide)
+        return out.contiguous().to(dtype), header.encode(tuple(saved))
 
-    def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         refuse_for_onnx()
-        out = self._output(self.inputs(*args))
-        # Tensors on the device 'meta', outside of a trace, have no unknown sizes.
-        sizes: list[Any] = [0, 0]
-        if out.device.type != "meta":
-            sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
-        header = torch.empty(sizes[0], dtype=torch.uint8, device="cpu")
-        return out, out.new_empty(sizes[1]), header
+        header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        return self._output(self.inputs(*args)), header
 
     def _run_backward(
-        self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any
+        self, grad: Tensor, output: Tensor | None, header: Tensor, *args: Any
     ) -> tuple[Tensor, ...]:
         """One gradient per tensor argument; empty for integer or absent ones."""
-        decoded = _Header.decode(header)
+        decoded, saved = _Header.decode(header)
         dtype = torch.float64 if decoded.is_wide else grad.dtype
         inputs = self.inputs(*(_cast(x, dtype) for x in args))
-        saved, grad = saved.view(dtype), grad.to(dtype)
+        grad = grad.to(dtype)
         with _plain(inputs):
             structure: Any = None
             if decoded.key:  # there is a recipe
@@ -363,8 +360,12 @@ class Operator(Generic[Inputs, Structure]):
                         lambda: self.recipe(inputs).build(),  # type: ignore[union-attr]
                     )
             call = Call(inputs, structure, decoded.choice, decoded.key)
-            parts = (saved,) if self.saves_output else _unpack(saved, decoded.shapes)
-            grads = self._differences(call, parts, grad, args)
+            if output is not None:
+                saved = (output,)
+            elif saved is None:  # of a copy of the header
+                with trusting(decoded.trusted):
+                    saved = self.backends[call.choice.backend].forward(call)[1]
+            grads = self._differences(call, saved, grad, args)
             return tuple(grad.new_empty(0) if x is None else x for x in grads)
 
     def _tensors(self, args: Sequence[Any]) -> list[Any]:
@@ -372,7 +373,7 @@ class Operator(Generic[Inputs, Structure]):
         return list(compress(args, self._are_tensors))
 
     def _fake_backward(
-        self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any
+        self, grad: Tensor, output: Tensor | None, header: Tensor, *args: Any
     ) -> tuple[Tensor, ...]:
         return tuple(
             x.new_empty(x.shape) if _is_floating(x) else grad.new_empty(0)
@@ -380,18 +381,17 @@ class Operator(Generic[Inputs, Structure]):
         )
 
     def _setup_context(self, ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # zeros of the size of all that is saved
-        out, saved, header = output
+        out, header = output
+        ctx.mark_non_differentiable(header)
+        ctx.set_materialize_grads(False)
         tensors = [x if isinstance(x, Tensor) else None for x in inputs]
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-        again = out if self.saves_output else saved
-        ctx.save_for_backward(again, header, *tensors)
+        ctx.save_for_backward(out if self.saves_output else None, header, *tensors)
 
     def _differentiate(self, ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
         if grad is None:
             return (None,) * len(self._are_tensors)
-        saved, header, *tensors = ctx.saved_tensors
+        out, header, *tensors = ctx.saved_tensors
         args = [
             x if other is None else other
             for x, other in zip(tensors, ctx.others, strict=True)
@@ -399,7 +399,7 @@ class Operator(Generic[Inputs, Structure]):
         differentiate = self._backward
         if not torch.compiler.is_compiling() and is_transforming():
             differentiate = self._transformable_backward
-        grads = iter(differentiate(grad.contiguous(), saved, header, *args))
+        grads = iter(differentiate(grad.contiguous(), out, header, *args))
         given = [next(grads) if is_one else None for is_one in self._are_tensors]
         return tuple(
             y if _is_floating(x) else None for x, y in zip(args, given, strict=True)
@@ -457,34 +457,44 @@ def explained(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
 # ---------------------------------------------------------------- from pass to pass
 
 
+#: Enough for all headers: if sizes were unknown, compilers would break their graphs.
+_HEADER_BYTES = 512
+
+
+class _Kept(bytearray):
+    """The memory of a header, and what is saved for the backward pass with it: tensors
+    of sizes that compilers do not know. They live as long as the header.
+    """
+
+    saved: tuple[Tensor, ...] = ()
+
+
+#: By address.
+_KEPT: "WeakValueDictionary[int, _Kept]" = WeakValueDictionary()
+
+
 class _Header(NamedTuple):
     """What the forward pass passes to the backward pass besides tensors."""
 
     choice: Choice
     key: str
-    shapes: list[list[int]]
     trusted: bool
     is_wide: bool  #: whether float32 is computed in float64
 
-    def encode(self) -> Tensor:
-        return torch.frombuffer(bytearray(json.dumps(self).encode()), dtype=torch.uint8)
+    def encode(self, saved: tuple[Tensor, ...]) -> Tensor:
+        kept = _Kept(json.dumps(self).encode().ljust(_HEADER_BYTES))
+        kept.saved = saved
+        header = torch.frombuffer(kept, dtype=torch.uint8)
+        _KEPT[header.data_ptr()] = kept
+        return header
 
     @classmethod
-    def decode(cls, header: Tensor) -> "_Header":
+    def decode(cls, header: Tensor) -> "tuple[_Header, tuple[Tensor, ...] | None]":
+        """The header, and what was saved with it; None if it is a copy."""
+        kept = _KEPT.get(header.data_ptr())
         choice, *others = json.loads(as_array(header.cpu()).tobytes())
-        return cls(Choice(*choice), *others)
-
-
-def _pack(saved: Sequence[Tensor], like: Tensor) -> Tensor:
-    if len(saved) == 1:
-        return saved[0].reshape(-1)
-    return torch.cat([like.new_empty(0), *(x.reshape(-1) for x in saved)])
-
-
-def _unpack(saved: Tensor, shapes: list[list[int]]) -> tuple[Tensor, ...]:
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    parts = saved[: sum(sizes)].split(sizes) if sizes else ()
-    return tuple(x.view(shape) for x, shape in zip(parts, shapes, strict=True))
+        decoded = cls(Choice(*choice), *others)
+        return decoded, None if kept is None else kept.saved
 
 
 def _is_floating(x: Any) -> bool:
@@ -551,17 +561,7 @@ def one_by_one(op: Callable) -> Callable:
             )  # fmt: skip
         if isinstance(outs[0], Tensor):
             return torch.stack(outs), 0
-        stacked = tuple(_stack(x) for x in zip(*outs, strict=True))
+        stacked = tuple(torch.stack(x) for x in zip(*outs, strict=True))
         return stacked, (0,) * len(stacked)
 
     return rule
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack tensors, padded to the longest."""
-    longest = max(len(x) for x in tensors) if tensors[0].dim() == 1 else 0
-    blank = ord(" ") if tensors[0].dtype == torch.uint8 else 0  # headers are text
-    if any(len(x) < longest for x in tensors):
-        pads = [x.new_full((longest - len(x),), blank) for x in tensors]
-        tensors = [torch.cat(pair) for pair in zip(tensors, pads, strict=True)]
-    return torch.stack(list(tensors))

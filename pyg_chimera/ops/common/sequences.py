@@ -1,5 +1,6 @@
 """Packed sequences: the rows of all sequences concatenated, and their bounds."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,19 +28,18 @@ def as_ptr(ptr: Any, x: Tensor) -> Tensor:
 
 def check_ptr(ptr: Tensor, num_rows: int) -> None:
     """Checks that the sequences follow each other and cover all rows."""
-    first, last = int(ptr[0]), int(ptr[-1])
-    if first != 0 or last != num_rows:
+    bounds = ptr.tolist()  # one wait for a GPU, and no calls
+    if bounds[0] != 0 or bounds[-1] != num_rows:
         raise ValueError(
             f"'ptr' must begin with 0 and end with the number of rows, {num_rows}, got "
-            f"{first} and {last}"
+            f"{bounds[0]} and {bounds[-1]}"
         )
-    shorter = (ptr.diff() < 0).nonzero()
-    if shorter.numel():
-        s = int(shorter[0])
-        raise ValueError(
-            f"'ptr' must not decrease, but sequence {s} begins at {int(ptr[s])} and "
-            f"the next one at {int(ptr[s + 1])}"
-        )
+    for s, (first, end) in enumerate(pairwise(bounds)):
+        if end < first:
+            raise ValueError(
+                f"'ptr' must not decrease, but sequence {s} begins at {first} and the "
+                f"next one at {end}"
+            )
 
 
 def row_blocks(ptr: np.ndarray) -> np.ndarray:

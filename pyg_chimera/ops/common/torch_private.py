@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+#: For the registration of operators that read tensors on the host: compilers leave them
+#: out of CUDA graphs, if they know this tag.
+NOT_IN_CUDA_GRAPHS: dict[str, Any] = {}
+if hasattr(torch._C.Tag, "cudagraph_unsafe"):
+    NOT_IN_CUDA_GRAPHS["tags"] = (torch._C.Tag.cudagraph_unsafe,)
+
 
 @contextmanager
 def recorded() -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Linear recurrences on DAGs: on their nodes, on their edges, and on grids."""
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -90,7 +91,7 @@ class _StateScan(Operator[Inputs, States]):
 
     def check(self, inputs: Inputs, structure: States) -> None:
         name, transition = "transition", inputs.transition
-        if trusted() or bool(transition.sum().isfinite()):  # then each entry is finite
+        if trusted() or math.isfinite(transition.sum().item()):  # then each entry is
             return
         place = "line edge", inputs.num_components**2
         if inputs.source is None:

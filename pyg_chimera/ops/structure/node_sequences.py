@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.cache import remembered
-from pyg_chimera.ops.common.checks import check_batch, no_integer
+from pyg_chimera.ops.common.checks import check_batch, extremes, no_integer
 from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.common.torch_private import is_transforming
 
@@ -238,7 +238,7 @@ def _group(score: Tensor, graph: Tensor, num_graphs: int) -> Tensor:
         score = score.long()
     num_ranks = score.numel()
     if score.dtype == torch.long and num_ranks > 0 and _may_look_at(score):
-        low, high = (int(bound) for bound in score.aminmax())
+        low, high = extremes(score)
         if num_graphs * (high - low + 1) <= 2**_FREE_BITS:
             return graph * (high - low + 1) + (score - low)
     group = graph * num_ranks + dense_rank(score)

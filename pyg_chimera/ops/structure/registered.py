@@ -18,6 +18,7 @@ from pyg_chimera.ops.common.portability import (
     portable_form,
     refuse_for_onnx,
 )
+from pyg_chimera.ops.common.torch_private import NOT_IN_CUDA_GRAPHS
 
 _CALLS = count()
 
@@ -88,6 +89,7 @@ def structural_op(
             run,
             mutates_args=(),
             schema=schema.replace(") ->", ", str call='') ->"),
+            **NOT_IN_CUDA_GRAPHS,
         )
 
         @operator.register_fake

@@ -1,0 +1,116 @@
+"""Models in folders: their arguments as plain data, their weights, and a card.
+
+The files have the names that PyTorch Geometric and Hugging Face give them.
+"""
+
+import json
+import operator
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+__all__ = ["build", "load_model", "plain_arguments", "save_model"]
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.pth", "README.md"
+#: Where classes are looked up, by name: no other code runs because a file says so.
+SOURCES = ("pyg_chimera.nn", "torch_geometric.nn")
+
+
+def build(description: Mapping[str, Any]) -> torch.nn.Module:
+    """The module that a description stands for: the name of its class, and arguments,
+    which may be descriptions of modules too.
+    """
+    name = description.get("class")
+    found = (getattr(import_module(x), str(name), None) for x in SOURCES)
+    kinds = [x for x in found if isinstance(x, type) and issubclass(x, torch.nn.Module)]
+    if not kinds:
+        raise ValueError(
+            f"'class' must name a module of {' or '.join(SOURCES)}, got {name!r} in "
+            f"{dict(description)}"
+        )
+    arguments = {
+        key: build(value) if isinstance(value, Mapping) and "class" in value else value
+        for key, value in description.items()
+        if key != "class"
+    }
+    return kinds[0](**arguments)
+
+
+def plain_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Arguments as JSON has them, and the names of those that are no plain data."""
+    plain: dict[str, Any] = {}
+    other = []
+    for name, value in arguments.items():
+        try:
+            plain[name] = json.loads(json.dumps(value, default=operator.index))
+        except TypeError:  # functions, modules
+            other.append(name)
+    return plain, other
+
+
+def save_model(
+    path: str | PathLike,
+    config: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    card: str,
+) -> None:
+    """Makes the folder; it is there when all of it is."""
+    path = Path(path)
+    if path.exists():
+        raise ValueError(
+            f"'path' must not exist yet, got {str(path)!r}. Choose another folder, or "
+            "remove this one"
+        )
+    lazy = [name for name, value in state.items() if is_lazy(value)]
+    if lazy:
+        raise ValueError(
+            f"The model has weights of unknown size, {lazy}. Call it once before it is "
+            "saved"
+        )
+    part = Path(f"{path}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        text = json.dumps(config, indent=1)
+        (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+        torch.save(state, part / WEIGHTS)
+        if card:
+            (part / CARD).write_text(card, encoding="utf-8")
+        part.rename(path)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def load_model(path: str | PathLike) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration, and the weights on the CPU."""
+    path = Path(path)
+    missing = [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]
+    if missing:
+        raise ValueError(
+            "'path' must be a folder that 'save_pretrained' has made, got "
+            f"{str(path)!r}, which has no {' and no '.join(missing)}"
+        )
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config["arguments"].items(), config["version"], set(config["missing"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{str(path / CONFIG)!r} is damaged: it must hold 'version', 'arguments' "
+            f"and 'missing', in JSON ({error!r})"
+        ) from error
+    try:
+        state = torch.load(path / WEIGHTS, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{str(path / WEIGHTS)!r} is damaged, or no file of weights: {error}"
+        ) from error
+    return config, state

@@ -1,0 +1,208 @@
+import copy
+import math
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.data.datapipes import functional_transform
+
+from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.structure.checksum import SUFFIX, checksum
+from pyg_chimera.transforms._inputs import Transform
+
+__all__ = ["PadBatch"]
+
+#: Of numbers of nodes and edges. For others, Triton would compile further kernels.
+_MULTIPLE = 16
+#: What PyG batches as a list, or numbers as a tensor.
+_PLAIN = (str, bool, int, float, type(None))
+
+
+@functional_transform("chimera_pad_batch")
+class PadBatch(Transform):
+    r"""Pads a mini-batch with graphs of its own, so that few shapes occur, which
+    :func:`torch.compile` and CUDA graphs need (functional name:
+    :obj:`chimera_pad_batch`).
+
+    Nodes, edges and graphs are padded to sizes :math:`2^{k / \textrm{steps}}`, rounded
+    up, of nodes and edges to multiples of 16. What is added comes last and is joined to
+    nothing: graphs of equal size, about as large as the others at most, since some
+    layers' cost grows with the largest graph. Outputs of the others do not change,
+    except by norms over whole batches:
+    :class:`~pyg_chimera.nn.GraphModel`, :class:`~pyg_chimera.nn.GPSLayer`,
+    :class:`~pyg_chimera.nn.GatedGCNConv` and :class:`~pyg_chimera.nn.GraphBatchNorm`
+    leave padding out, given :obj:`pad_node_mask`. Losses and metrics have to leave it
+    out as well::
+
+        loader = torch.utils.data.DataLoader(dataset, 64, collate_fn=PadBatch())
+        for batch in loader:
+            out = model(**model.inputs(batch))
+            loss = F.l1_loss(out[batch.pad_graph_mask], batch.y[batch.pad_graph_mask])
+
+    Adds :obj:`pad_node_mask`, :obj:`pad_edge_mask` and :obj:`pad_graph_mask`, bool
+    :math:`[|\mathcal{V}|]`, :math:`[|\mathcal{E}|]` and :math:`[B]`, in which padding
+    is :obj:`False`, as by :class:`torch_geometric.transforms.Pad`. An added edge leads
+    from one of two added nodes to the other, so that acyclic graphs remain so.
+    Attributes of nodes, edges and graphs are zero there, but orders of nodes (named
+    :obj:`"..._rank"`) and checksums are those of the added graphs.
+
+    Args:
+        steps (int, optional): The number of sizes up to the double of a size. With the
+            default, each is 1.26 times the one before. (default: :obj:`3`)
+        max_num_nodes (int, optional): The largest number of nodes, in place of sizes
+            above it. (default: :obj:`None`, no limit)
+        max_num_edges (int, optional): The same for edges. (default: :obj:`None`)
+        follow_batch (Sequence[str], optional): As of a loader, if called with a list.
+            (default: :obj:`None`)
+
+    Shapes:
+        - **input:** a :class:`~torch_geometric.data.Batch`, or a list of graphs, which
+          is faster, as by the argument :obj:`collate_fn` of
+          :class:`torch.utils.data.DataLoader`
+        - **output:** a :class:`~torch_geometric.data.Batch`
+
+    Raises:
+        ValueError: If the batch does not fit into the largest number of nodes or edges,
+            or has attributes without one row for each node, edge or graph, such as line
+            graphs: apply the transforms that add these to padded batches.
+        TypeError: If the input is neither a batch nor a list of homogeneous graphs.
+    """
+
+    def __init__(
+        self,
+        steps: int = 3,
+        max_num_nodes: int | None = None,
+        max_num_edges: int | None = None,
+        follow_batch: Sequence[str] | None = None,
+    ) -> None:
+        self.steps = check_integer("steps", steps, 1)
+        limits = {"max_num_nodes": max_num_nodes, "max_num_edges": max_num_edges}
+        for name, limit in limits.items():
+            if limit is not None:
+                check_integer(name, limit, 1)
+        self.max_num_nodes, self.max_num_edges = max_num_nodes, max_num_edges
+        self.follow_batch = follow_batch
+
+    def forward(self, data: Batch | Sequence[Data]) -> Batch:
+        """Returns a padded batch."""
+        follow = list(self.follow_batch or [])
+        graphs: Any = data
+        if isinstance(data, Batch):
+            follow += [key for key, _ in data if f"{key}_ptr" in data]
+            graphs = data.to_data_list()
+        if not isinstance(graphs, (list, tuple)) or not all(
+            isinstance(graph, Data) for graph in graphs
+        ):
+            raise TypeError(
+                "'data' must be a batch of homogeneous graphs or a list of "
+                f"'torch_geometric.data.Data', got '{type(data).__name__}'"
+            )
+        if len(graphs) == 0:
+            raise ValueError("'data' must have at least one graph, got none")
+        nodes = [int(graph.num_nodes or 0) for graph in graphs]
+        edges = [graph.num_edges for graph in graphs]
+        kinds = {key: _kind(key, graphs, nodes, edges) for key, _ in graphs[0]}
+
+        # One size more than that of the graphs: by the same factor as nodes at least.
+        added = self._size(self._size(len(graphs)) + 1) - len(graphs)
+        more_nodes = self._more("nodes", sum(nodes), 2 * added, self.max_num_nodes)
+        more_edges = 0
+        if "edge_index" in kinds:
+            more_edges = self._more("edges", sum(edges), 0, self.max_num_edges)
+        pairs = _shares(more_nodes // 2, added)
+        parts = [2 * number for number in pairs]
+        parts[-1] += more_nodes % 2
+        padding = [
+            _padding(graphs[0], kinds, *sizes)
+            for sizes in zip(parts, _shares(more_edges, added), strict=True)
+        ]
+        out = Batch.from_data_list([*graphs, *padding], follow_batch=follow)
+        for kind, number, more in (
+            ("node", sum(nodes), more_nodes),
+            ("edge", sum(edges), more_edges),
+            ("graph", len(graphs), added),
+        ):
+            index = torch.arange(number + more, device=out.batch.device)
+            out[f"pad_{kind}_mask"] = index < number
+        return out
+
+    def _size(self, number: int) -> int:
+        """The smallest size that is not below a number."""
+        k = math.floor(self.steps * math.log2(max(number, 1)))
+        sizes = (math.ceil(2 ** ((k + i) / self.steps) - 1e-9) for i in count())
+        return next(size for size in sizes if size >= number)
+
+    def _more(self, name: str, number: int, least: int, most: int | None) -> int:
+        """How many to add to a number of nodes or edges, at least some."""
+        wanted = number + least
+        if most is not None and wanted > most:
+            raise ValueError(
+                f"'max_num_{name}' must be at least {wanted}, for a batch of {number} "
+                f"{name} and {least} of added graphs, got {most}; it may also be "
+                "None, for no limit"
+            )
+        size = -(-self._size(wanted) // _MULTIPLE) * _MULTIPLE
+        return (size if most is None else min(size, most)) - number
+
+
+def _shares(number: int, parts: int) -> list[int]:
+    """A number in almost equal parts."""
+    share, rest = divmod(number, parts)
+    return [share + (i < rest) for i in range(parts)]
+
+
+def _kind(key: str, graphs: Sequence[Data], nodes: list[int], edges: list[int]) -> str:
+    """Whether an attribute has rows of nodes or of edges, or is one of graphs."""
+    if key in ("num_nodes", "edge_index"):
+        return key
+    values = [graph[key] for graph in graphs]
+    first = values[0]
+    if isinstance(first, Tensor) and first.layout == torch.strided and first.dim() > 0:
+        dim = graphs[0].__cat_dim__(key, first)
+        rows = [1 if dim is None else value.size(dim) for value in values]
+        of_nodes, of_edges = rows == nodes, rows == edges
+        if of_nodes or of_edges:  # both, as in a cycle: PyG goes by the name
+            return "node" if of_nodes and not (of_edges and "edge" in key) else "edge"
+        if all(value.shape == first.shape for value in values):
+            return "graph"
+    elif not isinstance(first, Tensor):
+        items = first if isinstance(first, (list, tuple)) else [first]
+        if all(isinstance(x, _PLAIN) for x in items):
+            return "graph"
+    elif first.dim() == 0:
+        return "graph"
+    raise ValueError(
+        f"'data.{key}' cannot be padded, as it is not a tensor with a row for each "
+        "node or edge, or of the same shape for each graph; apply the transform that "
+        "adds it to padded batches, or delete it"
+    )
+
+
+def _padding(graph: Data, kinds: dict[str, str], num_nodes: int, num_edges: int) -> Any:
+    """A graph of pairs of nodes, with attributes like those of another graph."""
+    out = copy.copy(graph)
+    out.num_nodes = num_nodes
+    if "edge_index" in kinds:
+        source = torch.arange(num_edges, device=graph.edge_index.device)
+        source = 2 * (source % max(num_nodes // 2, 1))
+        pairs = torch.stack([source, source + 1])
+        out.edge_index = pairs.to(graph.edge_index.dtype)
+    for key, kind in kinds.items():
+        value = graph[key]
+        if kind in ("node", "edge"):
+            shape = list(value.shape)
+            shape[graph.__cat_dim__(key, value)] = (
+                num_nodes if kind == "node" else num_edges
+            )
+            out[key] = value.new_zeros(shape)
+        elif kind == "graph":
+            is_tensor = isinstance(value, Tensor)
+            out[key] = torch.zeros_like(value) if is_tensor else type(value)()
+        if kind == "node" and key.endswith("rank"):
+            out[key] += torch.arange(num_nodes, device=value.device) % 2
+        elif kind == "node" and key.endswith(SUFFIX):
+            out[key] = checksum(out.edge_index, num_nodes)
+    return out
