@@ -3,8 +3,7 @@ skip connection.
 """
 
 import math
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common import triton_trial
 from pyg_chimera.ops.common.array_views import as_array, as_view
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.numba_runtime import (
@@ -174,7 +173,10 @@ def _fits(
     return (
         x.dim() > 1
         and x.numel() > 0
-        and (not _by_triton(x) or (x.size(-1) <= _MOST and _is_sound(x.device)))
+        and (
+            not triton_trial.by_triton(x)
+            or (x.size(-1) <= _MOST and _TRIAL.passed(x.device))
+        )
         and x.is_floating_point()
         and all(
             y is None or (y.dtype == x.dtype and shape in (None, y.shape))
@@ -185,7 +187,7 @@ def _fits(
 
 def _forward(*args: Any) -> tuple[Tensor, Sequence[Tensor], None]:
     *given, options = args
-    if _by_triton(given[0]):
+    if triton_trial.by_triton(given[0]):
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.forward(given, options), (), None
@@ -198,7 +200,7 @@ def _backward(
     given: Any, options: _Options, _: Any, grads: Sequence[Tensor], __: None = None
 ) -> list[Tensor | None]:
     x, weight, gate, factor, value, skip = given
-    if _by_triton(x):
+    if triton_trial.by_triton(x):
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.backward(given, options, grads[0])
@@ -224,30 +226,7 @@ _GATED = Fused(
 )
 
 
-def _by_triton(x: Tensor) -> bool:
-    return not x.is_cpu
-
-
-#: Whether kernels compute what PyTorch does, by device.
-_SOUND: dict[torch.device, bool] = {}
-
-
-def _is_sound(device: torch.device) -> bool:
-    """Whether kernels can be run on a GPU and compute what PyTorch does there, which is
-    tried once, outside of captures.
-    """
-    if device not in _SOUND:
-        if triton_runtime.why_not(torch.empty(0, device=device)) is not None:
-            _SOUND[device] = False
-        elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        else:
-            with torch.enable_grad(), torch.inference_mode(False):
-                _SOUND[device] = _tried(device)
-    return _SOUND[device]
-
-
-def _tried(device: torch.device) -> bool:
+def _compare(device: torch.device) -> tuple[Callable[[], Iterable], Iterable[Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -256,23 +235,14 @@ def _tried(device: torch.device) -> bool:
     given = drawn(9, 20), drawn(20), drawn(9, 20), drawn(9), drawn(9, 20), drawn(2)
     options = _Options(scale=0.5, activated=True)
     out, grad = _composed(*given, options), drawn(9, 20).detach()
-    want = [out.detach(), *torch.autograd.grad(out, given, grad)]
-    try:
-        with torch.no_grad():
-            got = [_forward(*given, options)[0], *_backward(given, options, (), [grad])]
-        same = all(
-            x is not None and torch.allclose(x, y, rtol=1e-4, atol=1e-4)
-            for x, y in zip(got, want, strict=True)
-        )
-        reason = "compute something else than PyTorch"
-    except Exception as error:  # of compilers and drivers: of any kind
-        same, reason = False, f"cannot be run: {error}"
-    if not same:
-        warnings.warn(
-            f"The fused norms of backend='triton' {reason}; PyTorch computes them",
-            stacklevel=2,
-        )
-    return same
+
+    def compute() -> Iterable:
+        return [_forward(*given, options)[0], *_backward(given, options, (), [grad])]
+
+    return compute, [out.detach(), *torch.autograd.grad(out, given, grad)]
+
+
+_TRIAL = triton_trial.Trial("fused norms", _compare)
 
 
 def _parts(
@@ -291,7 +261,7 @@ def _fit_inputs(*args: Any) -> bool:
     *given, normed = args
     one_dtype = len({x.dtype for x in given if x is not None}) == 1
     return (
-        (normed or _by_triton(given[0]))
+        (normed or triton_trial.by_triton(given[0]))
         and one_dtype
         and all(_fits(*rows, options) for rows, options in _parts(*args))
     )
@@ -302,6 +272,10 @@ def _compose_inputs(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor], None]:
+    if triton_trial.by_triton(args[0]):
+        from pyg_chimera.ops import triton_gated_norm
+
+        return triton_gated_norm.inputs_forward(_parts(*args)), (), None
     outs = (_forward(*rows, options)[0] for rows, options in _parts(*args))
     return tuple(outs), (), None
 
@@ -309,6 +283,10 @@ def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor], N
 def _backward_inputs(
     given: Any, normed: bool, _: Any, grads: Sequence[Tensor], __: None
 ) -> list[Tensor | None]:
+    if triton_trial.by_triton(given[0]):
+        from pyg_chimera.ops import triton_gated_norm
+
+        return triton_gated_norm.inputs_backward(_parts(*(*given, normed)), grads)
     query, key, value = (
         _backward(rows, options, (), [grad])
         for (rows, options), grad in zip(_parts(*(*given, normed)), grads, strict=True)

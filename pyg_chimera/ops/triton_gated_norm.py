@@ -2,7 +2,8 @@ r"""`gated_norm` on a GPU: one launch forward, one backward, and PyTorch's sums 
 nodes for the gradients of weights.
 
 A program takes some nodes and one of the groups of channels; its part of these sums is
-a row of its own. Formulas are those of the kernels for the CPU.
+a row of its own. `gated_inputs` is one launch each way, too: of the groups of query,
+key and value, one after the other. Formulas are those of the kernels for the CPU.
 """
 
 from collections.abc import Sequence
@@ -65,6 +66,42 @@ def backward(
     return [dx, dweight, dgate, dfactor, dvalue, dskip]
 
 
+def inputs_forward(parts: Sequence[tuple[Any, Any]]) -> tuple[Tensor, ...]:
+    """The outputs of query, key and value, each with its tensors and options."""
+    outs = tuple(x[0].new_empty(x[0].shape) for x, _ in parts)
+    grid, tensors, strides, sizes = _launch_inputs(parts)
+    with on_device_of(outs[0]):
+        _forward_inputs[grid](tensors, outs, len(outs[0]), strides, *sizes, num_warps=4)
+    return outs
+
+
+def inputs_backward(
+    parts: Sequence[tuple[Any, Any]], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients of query, key and value, and of the factor."""
+    grid, tensors, strides, sizes = _launch_inputs(parts)
+    found = [None if x is None else x.new_empty(x.shape) for x in tensors]
+    with on_device_of(grads[0]):
+        _backward_inputs[grid](
+            tensors, tuple(x.contiguous() for x in grads), tuple(found), len(grads[0]),
+            strides, *sizes, num_warps=4,
+        )  # fmt: skip
+    return found
+
+
+def _launch_inputs(parts: Sequence[tuple[Any, Any]]) -> tuple[Any, ...]:
+    """The grid, query, key, value and factor, how far rows are apart, and sizes."""
+    _, tensors, strides, sizes = zip(*(_launch(*x) for x in parts), strict=True)
+    at_once = min(x.rows for x in sizes)
+    nodes, groups = len(tensors[0][0]), sum(x.groups for x in sizes)
+    return (
+        (triton.cdiv(nodes, at_once), groups),
+        (*(x[0] for x in tensors), tensors[2][3]),
+        (*(x[0] for x in strides), strides[2][2]),
+        tuple(x._replace(rows=at_once) for x in sizes),
+    )
+
+
 def _launch(given: Sequence[Any], options: Any) -> tuple[Any, ...]:
     """The grid, tensors of contiguous rows, how far these are apart, and sizes."""
     x, weight, gate, factor, value, skip = given
@@ -94,11 +131,11 @@ def _silu(x):
 
 
 @triton.jit
-def _places(rows, sizes: tl.constexpr):
-    """A program's nodes, channels, and channels of all groups, and what exists."""
+def _places(rows, group, sizes: tl.constexpr):
+    """A program's nodes, and channels among those of all groups, and what exists."""
     r = tl.program_id(0) * sizes.rows + tl.arange(0, sizes.rows)
     c = tl.arange(0, sizes.width)
-    own = tl.program_id(1) * sizes.channels + c
+    own = group * sizes.channels + c
     return r.to(tl.int64)[:, None], own[None, :], r < rows, c < sizes.channels
 
 
@@ -125,11 +162,11 @@ def _start(tensors, strides, r, own, there, known, sizes: tl.constexpr):
     return x, root, slope
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _forward(tensors, OUT, rows, strides, sizes: tl.constexpr):
+@triton.jit
+def _output(tensors, OUT, rows, strides, group, sizes: tl.constexpr):
     """The output of some rows of a group."""
     _, W, Z, U, _, _ = tensors
-    r, own, exists, inside = _places(rows, sizes)
+    r, own, exists, inside = _places(rows, group, sizes)
     known, there = inside[None, :], exists[:, None] & inside[None, :]
     y, _, _ = _start(tensors, strides, r, own, there, known, sizes)
     if W is not None:
@@ -137,25 +174,25 @@ def _forward(tensors, OUT, rows, strides, sizes: tl.constexpr):
     if Z is not None:
         y *= _silu(tl.load(Z + r * strides[1] + own, mask=there, other=0.0))[0]
     if U is not None:
-        at = r * strides[2] + tl.program_id(1)
+        at = r * strides[2] + group
         y *= tl.load(U + at, mask=exists[:, None], other=0.0)
     out = r * (sizes.groups * sizes.channels) + own
     tl.store(OUT + out, y * sizes.scale, mask=there)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _backward(tensors, DY, grads, rows, strides, sizes: tl.constexpr):
+@triton.jit
+def _gradients(tensors, DY, grads, rows, strides, group, sizes: tl.constexpr):
     """The gradients of some rows of a group."""
     _, W, Z, U, V, S = tensors
     DX, DW, DZ, DU, DV, DS = grads
-    r, own, exists, inside = _places(rows, sizes)
+    r, own, exists, inside = _places(rows, group, sizes)
     known, there = inside[None, :], exists[:, None] & inside[None, :]
     y, root, slope = _start(tensors, strides, r, own, there, known, sizes)
     out = r * (sizes.groups * sizes.channels) + own
     d = tl.load(DY + out, mask=there, other=0.0) * sizes.scale
     factor = 1.0
     if U is not None:
-        at = r * strides[2] + tl.program_id(1)
+        at = r * strides[2] + group
         factor = tl.load(U + at, mask=exists[:, None], other=0.0)
     w = 1.0
     if W is not None:
@@ -170,7 +207,7 @@ def _backward(tensors, DY, grads, rows, strides, sizes: tl.constexpr):
         tl.store(DW + sums, part, mask=known)
         d *= w
     if U is not None:
-        at = r * sizes.groups + tl.program_id(1)
+        at = r * sizes.groups + group
         tl.store(DU + at, tl.sum(d * y, 1, keep_dims=True), mask=exists[:, None])
         d *= factor
     if sizes.normed:
@@ -183,3 +220,66 @@ def _backward(tensors, DY, grads, rows, strides, sizes: tl.constexpr):
         tl.store(DV + out, d * s * skip, mask=there)
         tl.store(DS + sums, tl.sum(d * t, 0, keep_dims=True), mask=known)
     tl.store(DX + out, d * slope, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(tensors, OUT, rows, strides, sizes: tl.constexpr):
+    _output(tensors, OUT, rows, strides, tl.program_id(1), sizes)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(tensors, DY, grads, rows, strides, sizes: tl.constexpr):
+    _gradients(tensors, DY, grads, rows, strides, tl.program_id(1), sizes)
+
+
+@triton.jit
+def _rows(X, U):
+    """Rows, perhaps with a factor."""
+    return X, None, None, U, None, None
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_inputs(
+    tensors, outs, rows, strides, query: tl.constexpr, key: tl.constexpr,
+    value: tl.constexpr,
+):  # fmt: skip
+    """The output of some rows of a group of query, key or value."""
+    Q, K, V, U = tensors
+    q, k, v, u = strides
+    group = tl.program_id(1)
+    if group < query.groups:
+        _output(_rows(Q, None), outs[0], rows, (q, 0, 0, 0), group, query)
+    elif group < query.groups + key.groups:
+        group -= query.groups
+        _output(_rows(K, None), outs[1], rows, (k, 0, 0, 0), group, key)
+    else:
+        group -= query.groups + key.groups
+        _output(_rows(V, U), outs[2], rows, (v, 0, u, 0), group, value)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_inputs(
+    tensors, grads, found, rows, strides, query: tl.constexpr, key: tl.constexpr,
+    value: tl.constexpr,
+):  # fmt: skip
+    """The gradients of some rows of a group of query, key or value."""
+    Q, K, V, U = tensors
+    q, k, v, u = strides
+    group = tl.program_id(1)
+    if group < query.groups:
+        _gradients(
+            _rows(Q, None), grads[0], _rows(found[0], None), rows, (q, 0, 0, 0), group,
+            query,
+        )  # fmt: skip
+    elif group < query.groups + key.groups:
+        group -= query.groups
+        _gradients(
+            _rows(K, None), grads[1], _rows(found[1], None), rows, (k, 0, 0, 0), group,
+            key,
+        )  # fmt: skip
+    else:
+        group -= query.groups + key.groups
+        _gradients(
+            _rows(V, U), grads[2], _rows(found[2], found[3]), rows, (v, 0, u, 0), group,
+            value,
+        )  # fmt: skip

@@ -8,7 +8,7 @@ from asserts import assert_near
 from poison import poison_tensors
 
 from pyg_chimera.ops import gated_norm as module
-from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common import triton_runtime, triton_trial
 from pyg_chimera.ops.gated_norm import _Options, gated_norm, gated_output
 
 if not triton_runtime.INTERPRETED:
@@ -45,8 +45,8 @@ def drawn(shape, present, dtype):
 @pytest.fixture
 def on_gpus(monkeypatch):
     """Norms are computed as those of tensors on a GPU."""
-    monkeypatch.setattr(module, "_by_triton", lambda _: True)
-    monkeypatch.setattr(module, "_SOUND", {})
+    monkeypatch.setattr(triton_trial, "by_triton", lambda _: True)
+    monkeypatch.setattr(module._TRIAL, "found", {})
 
 
 @pytest.mark.parametrize("present", FLAGS)
@@ -80,13 +80,60 @@ def test_one_launch(on_gpus):
         x if x is None else x.requires_grad_()
         for x in drawn((9, 6), (True, True, False, True), torch.float64)
     )
-    module._is_sound(CPU)
+    module._TRIAL.passed(CPU)
     with counted() as launches:
         out = gated_output(x, value, skip, weight, gate, 1e-5)
         out.sum().backward()
     assert launches == {"_forward": 1, "_backward": 1}
     want = module._composed(x, weight, gate, None, value, skip, _Options())
     assert_near(out, want, 1e-13)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_query_key_and_value_in_one_launch(normed, scaled, dtype, on_gpus):
+    """Of several groups, as columns of one matrix; gates are those of heads."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(70, 60, generator=generator, dtype=torch.double)
+    gates = torch.rand(70, 2, 4, generator=generator, dtype=torch.double)
+    leaf, gate = (x.to(dtype).requires_grad_() for x in (whole, gates))
+    wide, wide_gate = (x.detach().double().requires_grad_() for x in (leaf, gate))
+
+    def computed(function, x, factor):
+        query, key, value = x.split((12, 12, 36), 1)
+        given = query.unflatten(1, (2, -1)), key.unflatten(1, (2, -1))
+        factor = factor[:, 1] if scaled else None
+        outs = function(*given, value.unflatten(1, (4, -1)), factor, normed)
+        rows = [torch.linspace(-1, 2, y.numel()).view_as(y).cos() for y in outs]
+        return outs, [y.to(x) for y in rows]
+
+    module._TRIAL.passed(CPU)
+    with counted() as launches:
+        outs, grads = computed(module.gated_inputs, leaf, gate)
+        torch.autograd.backward(outs, grads)
+    assert launches == {"_forward_inputs": 1, "_backward_inputs": 1}
+    want, grads = computed(module._compose_inputs, wide, wide_gate)
+    torch.autograd.backward(want, grads)
+    pairs = [*zip(outs, want, strict=True), (leaf.grad, wide.grad)]
+    if scaled:
+        pairs.append((gate.grad, wide_gate.grad))
+    for x, y in pairs:
+        assert x.dtype == dtype
+        assert_near(x, y, 3e-6 if dtype == torch.float32 else 1e-13)
+
+
+def test_query_key_and_value_apart(on_gpus, monkeypatch):
+    """Programs touch only what is theirs, in memory of nobody."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (30, 2, 6), (30, 2, 6), (30, 3, 17), (30, 3)
+    given = [torch.randn(x, generator=generator) for x in shapes]
+    with watched(1) as problems:
+        poison_tensors(monkeypatch)
+        outs, *_ = module._forward_inputs(*given, True)
+        found = module._backward_inputs(given, True, (), outs, None)
+    assert problems == set()
+    assert all(x.isfinite().all() for x in (*outs, *found))
 
 
 def test_large_rows_and_those_that_are_not_numbers(on_gpus):
