@@ -233,13 +233,19 @@ def _compare(device: torch.device) -> tuple[Callable[[], Iterable], Iterable[Ten
         return torch.randn(shape, generator=generator).to(device).requires_grad_()
 
     given = drawn(9, 20), drawn(20), drawn(9, 20), drawn(9), drawn(9, 20), drawn(2)
+    inputs = drawn(9, 2, 6), drawn(9, 2, 6), drawn(9, 3, 20), drawn(9, 3)
     options = _Options(scale=0.5, activated=True)
-    out, grad = _composed(*given, options), drawn(9, 20).detach()
+    outs = _composed(*given, options), *_compose_inputs(*inputs, True)
+    grad, *grads = (drawn(*x.shape).detach() for x in outs)
 
     def compute() -> Iterable:
-        return [_forward(*given, options)[0], *_backward(given, options, (), [grad])]
+        yield _forward(*given, options)[0]
+        yield from _forward_inputs(*inputs, True)[0]
+        yield from _backward(given, options, (), [grad])
+        yield from _backward_inputs(inputs, True, (), grads, None)
 
-    return compute, [out.detach(), *torch.autograd.grad(out, given, grad)]
+    found = torch.autograd.grad(outs, (*given, *inputs), (grad, *grads))
+    return compute, [*(x.detach() for x in outs), *found]
 
 
 _TRIAL = triton_trial.Trial("fused norms", _compare)
