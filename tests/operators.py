@@ -650,6 +650,13 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
             },
             variants={"triton": {"solver": "dense", **_TRITON["mask-triton"]}},
         ),
+        "triton_sparse_blocks": replace(  # their inverses by rows of sparse factors
+            OPERATORS["resolvent_mix"], sizes=_FEW,
+            structures={
+                **GRAPHS, "several_blocks": _paths_of(70, 33, 5, undirected=True)
+            },
+            variants={"triton": _TRITON["mask-triton"]},
+        ),
         "triton_sparse": replace(
             OPERATORS["resolvent_mix"], sizes=_FEW,
             structures={**GRAPHS, "several_blocks": grids_of((10, 10), (2, 3))},

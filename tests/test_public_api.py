@@ -76,6 +76,7 @@ PUBLIC = {
 FOREIGN = (
     "pyg_chimera.graphgym.gps_model",
     "pyg_chimera.ops.causal_conv1d.triton_taps",
+    "pyg_chimera.ops.triton_gated_norm",
     "pyg_chimera.ops.recurrence.gpu.channel_spans",
     "pyg_chimera.ops.recurrence.gpu.carry",
     "pyg_chimera.ops.recurrence.gpu.chains",
@@ -87,6 +88,7 @@ FOREIGN = (
     "pyg_chimera.ops.recurrence.gpu.fronts",
     "pyg_chimera.ops.recurrence.gpu.paths",
     "pyg_chimera.ops.recurrence.gpu.selective_spans",
+    "pyg_chimera.ops.recurrence.gpu.sparse_inverse",
 )
 MODULES = [
     "pyg_chimera",

@@ -48,7 +48,8 @@ class Launch(NamedTuple):
         """The kernel, and its constants."""
         names = self.kernel.arg_names
         constants = [str(self.args[i]) for i in self.kernel.constexprs]
-        types = {str(x.dtype) for x in self.args if hasattr(x, "dtype")}
+        given = [y for x in self.args for y in (x if isinstance(x, tuple) else (x,))]
+        types = {str(x.dtype) for x in given if hasattr(x, "dtype")}
         assert len(names) == len(self.args)
         kind = "float64 " * ("torch.float64" in types)
         return f"{self.kernel.fn.__name__} {kind}{' '.join(constants)}"

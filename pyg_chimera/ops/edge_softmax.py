@@ -1,13 +1,14 @@
 """The softmax over the edges into each node that transitions of Chimera are, fused."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common import triton_trial
 from pyg_chimera.ops.common.array_views import as_array, as_view, in_range
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.numba_runtime import jit
@@ -19,6 +20,9 @@ from pyg_chimera.ops.common.simd import (
     store_part,
 )
 from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
+
+#: The most heads that kernels for GPUs take.
+_MOST = 256
 
 
 class _Options(NamedTuple):
@@ -80,8 +84,22 @@ def _composed(
     return options.gamma * weight / whole[row], rest.to(psi.dtype)
 
 
-def _fits(edge_index: Tensor, *_: Any) -> bool:
-    return edge_index.dtype == torch.long
+def _fits(
+    edge_index: Tensor,
+    target: Tensor,
+    source: Tensor,
+    psi: Tensor,
+    edge: Tensor | None,
+    options: _Options,
+) -> bool:
+    if not triton_trial.by_triton(psi):
+        return edge_index.dtype == torch.long
+    return (
+        0 < psi.numel() < 1 << 31
+        and 0 < edge_index.numel() < 1 << 31
+        and psi.size(1) <= _MOST
+        and _TRIAL.passed(psi.device)
+    )
 
 
 def _forward(
@@ -91,10 +109,15 @@ def _forward(
     psi: Tensor,
     edge: Tensor | None,
     options: _Options,
-) -> tuple[tuple[Tensor, Tensor], Sequence[Tensor], None]:
+) -> tuple[tuple[Tensor, Tensor], Sequence[Tensor], Any]:
     """Saves, [2, V, H], by how much the total of a row changes with the sum of its
     weights, over gamma, and its logarithm with that of the margin.
     """
+    if triton_trial.by_triton(psi):
+        from pyg_chimera.ops import triton_edge_softmax
+
+        given = edge_index, target, source, psi, edge
+        return triton_edge_softmax.forward(given, options)
     share, edges = 2 if edge is None else 3, in_range(edge_index, target.size(0))
     least = _divided(target, share) - as_view(psi)
     shape = edge_index.size(1), least.shape[1]
@@ -118,14 +141,22 @@ def _backward(
     given: Any,
     options: _Options,
     saved: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    _: None,
+    grads: Sequence[Any],
+    tables: Any,
 ) -> list[Tensor | None]:
     edge_index, target, source, psi, edge = given
+    if triton_trial.by_triton(psi):
+        from pyg_chimera.ops import triton_edge_softmax
+
+        return triton_edge_softmax.backward(given, saved, grads, tables)
+    whole = (
+        saved[0].new_zeros(x) if y is None else y
+        for x, y in zip((saved[0].shape, psi.shape), grads, strict=True)
+    )
     weight, slopes = map(as_array, saved)
     sums, sources = np.zeros((2, *slopes.shape[1:]))
     passed = np.empty_like(weight)
-    index, (grad, grad_rest) = as_array(edge_index), map(as_array, grads)
+    index, (grad, grad_rest) = as_array(edge_index), map(as_array, whole)
     wide = grad, grad_rest.astype(np.float64, copy=False)
     _differentiate(index, weight, wide, slopes, sums, sources, passed)
     share, least = 2 if edge is None else 3, sums * slopes[1]
@@ -144,7 +175,39 @@ def _backward(
     return found
 
 
-_SOFTMAX = Fused("pyg_chimera.edge_softmax", _composed, _fits, _forward, _backward)
+_SOFTMAX = Fused(
+    "pyg_chimera.edge_softmax",
+    _composed,
+    _fits,
+    _forward,
+    _backward,
+    devices=("cpu", "cuda"),
+    partial=True,
+)
+
+
+def _compare(device: torch.device) -> tuple[Callable[[], Iterable], Iterable[Tensor]]:
+    edges = [[0, 1, 2, 3, 3, 0, 1], [1, 0, 1, 1, 3, 2, 1]]  # none into node 4
+    edge_index, generator = torch.tensor(edges), torch.Generator().manual_seed(0)
+
+    def drawn(rows: int) -> Tensor:
+        x = torch.rand(rows, 3, generator=generator, dtype=torch.double)
+        return x.to(device).requires_grad_()
+
+    given: Any = [edge_index.to(device), *(drawn(x) for x in (5, 5, 5, 7))]
+    options = _Options(0.9, 1e-3, torch.double)
+    out = _composed(*(*given, options))
+    grads = [drawn(7).detach(), drawn(5).detach()]
+
+    def compute() -> Iterable:
+        got, saved, tables = _forward(*(*given, options))
+        return *got, *_backward(given, options, saved, grads, tables)[1:]
+
+    want = torch.autograd.grad(out, given[1:], grads)
+    return compute, [*(x.detach() for x in out), *want]
+
+
+_TRIAL = triton_trial.Trial("fused transitions", _compare)
 
 
 # Rows of a few heads are too short for vectors, but all of them together are not.

@@ -3,7 +3,7 @@ skip connection.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_chimera.ops.common import triton_trial
 from pyg_chimera.ops.common.array_views import as_array, as_view
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.numba_runtime import (
@@ -37,6 +38,8 @@ from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
 _ROWS = 128
 #: Sums of squares from which on rows are divided first.
 _LARGE = 1e30
+#: The most channels that kernels for GPUs take.
+_MOST = 2048
 _NONE = {x: as_array(torch.empty(0, dtype=x)) for x in (torch.float32, torch.float64)}
 
 
@@ -170,6 +173,10 @@ def _fits(
     return (
         x.dim() > 1
         and x.numel() > 0
+        and (
+            not triton_trial.by_triton(x)
+            or (x.size(-1) <= _MOST and _TRIAL.passed(x.device))
+        )
         and x.is_floating_point()
         and all(
             y is None or (y.dtype == x.dtype and shape in (None, y.shape))
@@ -180,6 +187,10 @@ def _fits(
 
 def _forward(*args: Any) -> tuple[Tensor, Sequence[Tensor], None]:
     *given, options = args
+    if triton_trial.by_triton(given[0]):
+        from pyg_chimera.ops import triton_gated_norm
+
+        return triton_gated_norm.forward(given, options), (), None
     out = given[0].new_empty(given[0].shape)
     _run(_forward_tasks, given, options, as_array(out).reshape(-1))
     return out, (), None
@@ -189,6 +200,10 @@ def _backward(
     given: Any, options: _Options, _: Any, grads: Sequence[Tensor], __: None = None
 ) -> list[Tensor | None]:
     x, weight, gate, factor, value, skip = given
+    if triton_trial.by_triton(x):
+        from pyg_chimera.ops import triton_gated_norm
+
+        return triton_gated_norm.backward(given, options, grads[0])
     tasks = -(-len(x) // _ROWS)
     dx, dgate, dfactor, dvalue = (
         None if y is None else y.new_empty(y.shape) for y in (x, gate, factor, value)
@@ -205,7 +220,35 @@ def _backward(
     return [dx, dweight, dgate, dfactor, dvalue, dskip]
 
 
-_GATED = Fused("pyg_chimera.gated_norm", _composed, _fits, _forward, _backward)
+_DEVICES = ("cpu", "cuda")
+_GATED = Fused(
+    "pyg_chimera.gated_norm", _composed, _fits, _forward, _backward, _DEVICES
+)
+
+
+def _compare(device: torch.device) -> tuple[Callable[[], Iterable], Iterable[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    given = drawn(9, 20), drawn(20), drawn(9, 20), drawn(9), drawn(9, 20), drawn(2)
+    inputs = drawn(9, 2, 6), drawn(9, 2, 6), drawn(9, 3, 20), drawn(9, 3)
+    options = _Options(scale=0.5, activated=True)
+    outs = _composed(*given, options), *_compose_inputs(*inputs, True)
+    grad, *grads = (drawn(*x.shape).detach() for x in outs)
+
+    def compute() -> Iterable:
+        yield _forward(*given, options)[0]
+        yield from _forward_inputs(*inputs, True)[0]
+        yield from _backward(given, options, (), [grad])
+        yield from _backward_inputs(inputs, True, (), grads, None)
+
+    found = torch.autograd.grad(outs, (*given, *inputs), (grad, *grads))
+    return compute, [*(x.detach() for x in outs), *found]
+
+
+_TRIAL = triton_trial.Trial("fused norms", _compare)
 
 
 def _parts(
@@ -220,11 +263,11 @@ def _parts(
 
 
 def _fit_inputs(*args: Any) -> bool:
-    """Without norms, PyTorch's operators are as fast, and start faster."""
+    """Without norms, PyTorch's operators are as fast on CPUs, and start faster."""
     *given, normed = args
     one_dtype = len({x.dtype for x in given if x is not None}) == 1
     return (
-        normed
+        (normed or triton_trial.by_triton(given[0]))
         and one_dtype
         and all(_fits(*rows, options) for rows, options in _parts(*args))
     )
@@ -235,6 +278,10 @@ def _compose_inputs(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor], None]:
+    if triton_trial.by_triton(args[0]):
+        from pyg_chimera.ops import triton_gated_norm
+
+        return triton_gated_norm.inputs_forward(_parts(*args)), (), None
     outs = (_forward(*rows, options)[0] for rows, options in _parts(*args))
     return tuple(outs), (), None
 
@@ -242,6 +289,10 @@ def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor], N
 def _backward_inputs(
     given: Any, normed: bool, _: Any, grads: Sequence[Tensor], __: None
 ) -> list[Tensor | None]:
+    if triton_trial.by_triton(given[0]):
+        from pyg_chimera.ops import triton_gated_norm
+
+        return triton_gated_norm.inputs_backward(_parts(*(*given, normed)), grads)
     query, key, value = (
         _backward(rows, options, (), [grad])
         for (rows, options), grad in zip(_parts(*(*given, normed)), grads, strict=True)
@@ -255,6 +306,7 @@ _INPUTS = Fused(
     _fit_inputs,
     _forward_inputs,
     _backward_inputs,
+    _DEVICES,
 )
 
 

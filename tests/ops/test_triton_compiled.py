@@ -13,6 +13,7 @@ from operators import (
     make_case,
 )
 
+from pyg_chimera.ops import edge_softmax, gated_norm
 from pyg_chimera.ops.common import operator, triton_runtime
 
 if triton_runtime.INTERPRETED:
@@ -20,6 +21,8 @@ if triton_runtime.INTERPRETED:
 pytest.importorskip("triton", reason="needs the extra 'triton': make test-triton")
 
 from triton_aot import SHARED, TARGETS, built, launches
+
+from pyg_chimera.ops import triton_edge_softmax, triton_gated_norm
 
 BACKENDS = [
     declared.backends["triton"]
@@ -33,6 +36,7 @@ CALLS = [
     ("dag_scan", {"form": "state"}),
     ("paths", {"form": "chunk"}),
     ("resolvent_mix", {}),
+    ("resolvent_mix", {"solver": "dense"}),
     ("resolvent_mix", {"solver": "sparse"}),
 ]
 #: Of sequences: channels, and states or taps.
@@ -57,6 +61,16 @@ def compute(key, size, options):
     computed(case, {**options, "backend": "triton"})
 
 
+def soften(heads, most):
+    """Transitions of a graph with a node of so many edges, in float32 and float64."""
+    x, edges = torch.ones(most + 1, heads), torch.arange(most).expand(2, -1)
+    into = torch.stack([edges[0], torch.full_like(edges[1], most)])
+    for wide, edge in itertools.product((torch.float32, torch.float64), (x[:-1], None)):
+        given, options = (into, x, x, x, edge), edge_softmax._Options(1.0, 1e-3, wide)
+        outs, saved, tables = triton_edge_softmax.forward(given, options)
+        triton_edge_softmax.backward(given, saved, outs, tables)
+
+
 @pytest.fixture
 def found(monkeypatch, tmp_path, allow_tf32):
     """All launches of the operators, each with its constants, on no GPU."""
@@ -74,6 +88,20 @@ def found(monkeypatch, tmp_path, allow_tf32):
         for key, size in DELTA:
             options = {"form": "chunk"} if key == "delta_paths" else {}
             compute(key, size, options)
+        for channels in (64, 100, 2048):
+            x, weight, factor, skip = map(
+                torch.ones, ((9, channels), channels, 9, channels // 4)
+            )
+            given, options = (x, weight, x, factor, x, skip), (1e-5, 0.5, True, True)
+            triton_gated_norm.forward(given, options)
+            triton_gated_norm.backward(given, options, x)
+            rows = x[:, : channels // 4 * 4].view(9, 2, -1), factor.view(9, 1)
+            scaled = x.view(9, 1, channels), rows[1]
+            parts = gated_norm._parts(rows[0], rows[0], *scaled, True)
+            outs = triton_gated_norm.inputs_forward(parts)
+            triton_gated_norm.inputs_backward(parts, outs)
+        for heads, most in ((4, 4), (3, 600)):
+            soften(heads, most)
         allow_tf32()
         compute("resolvent_mix", SIZES[0], {})
     return found
@@ -83,7 +111,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 30
+    assert len({x.kernel for x in found.values()}) == 38
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -106,6 +134,14 @@ def test_large_matrices(found):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("module", [gated_norm, edge_softmax])
+def test_what_surrounds_operators_is_right_on_a_gpu(module):
+    """Which layers try themselves, before the first use."""
+    assert module._TRIAL.tried(torch.device("cuda"))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("key", "options"),
     [
@@ -117,6 +153,7 @@ def test_large_matrices(found):
         ("paths_of_edges", {"form": "chunk"}),
         ("undirected_paths", {"form": "chunk"}),
         ("resolvent_mix", {"form": "mask"}),
+        ("resolvent_mix", {"form": "mask", "solver": "dense"}),
         ("resolvent_mix", {"solver": "sparse", "form": "state"}),
         ("selective_scan", {"delta_softplus": True}),
         ("causal_conv1d", {}),

@@ -36,6 +36,7 @@ from triton_watch import rounded, watched  # noqa: E402
 #: Constants of modules, and what they are here: several tiles in small graphs.
 SMALL = {
     "recurrence.gpu.mask": {"TILE": 16},
+    "recurrence.gpu.sparse_inverse": {"TILE": 16, "ROWS": 2},
     "recurrence.gpu.chunks": {"CHUNK": 16, "_STEP": 16, "_WIDTH": 16},
     "recurrence.gpu.carry": {"_SPANS": 2, "_WIDTH": 4},
     "recurrence.gpu.walk": {"_ROWS": 4, "_COLUMNS": 2},

@@ -42,6 +42,8 @@ class Fused:
         backward: From the tensors, the options, the further tensors, the gradients of
             outputs and what else was saved, the gradient of each tensor, or None.
         devices: The types of devices of whose tensors it may be.
+        partial: Whether `backward` takes None for the gradients of outputs of which
+            nothing was made, rather than zeros.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Fused:
     forward: Callable[..., tuple[Any, Sequence[Tensor], Any]]
     backward: Callable[[Any, Any, Any, Any, Any], Iterable]
     devices: tuple[str, ...] = ("cpu",)
+    partial: bool = False
 
     @cached_property
     def function(self) -> Any:
@@ -89,10 +92,13 @@ class _Function(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *saved)
         ctx.fused, ctx.count, ctx.options = fused, count, options
         ctx.trusted = trusted()
+        ctx.set_materialize_grads(not fused.partial)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if all(grad is None for grad in grads):
+            return None, None, None, *[None] * ctx.count
         saved = ctx.saved_tensors  # once: checkpointing computes them when asked
         tensors, more = saved[: ctx.count], saved[ctx.count :]
         if torch.is_grad_enabled() or not all(map(_is_seen, grads)):
@@ -104,9 +110,9 @@ class _Function(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _is_seen(grad: Tensor) -> bool:
+def _is_seen(grad: Tensor | None) -> bool:
     """Whether a gradient is an ordinary tensor: not one of many, or of a compiler."""
-    return (
+    return grad is None or (
         type(grad) in _ORDINARY
         and not is_batched(grad)
         and not torch.compiler.is_compiling()
@@ -124,7 +130,11 @@ def _recomposed(
         outputs = composed(*views, options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     leaves = [x for x in views if x is not None and x.requires_grad]
-    pairs = [x for x in zip(outputs, grads, strict=True) if x[0].requires_grad]
+    pairs = [
+        (x, grad)
+        for x, grad in zip(outputs, grads, strict=True)
+        if x.requires_grad and grad is not None
+    ]
     several, gradients = zip(*pairs, strict=True)
     found = iter(
         torch.autograd.grad(

@@ -51,13 +51,17 @@ class _Sizes(NamedTuple):
     x_step: int  #: channels at a time
     z_step: int
     tile: int
-    transposed: bool = False  #: whether L is
 
     @classmethod
     def of(cls, L: Tensor, X: Tensor, Z: Tensor) -> "_Sizes":
         sizes = (len(L), X.size(1), Z.size(1), X.size(2), Z.size(2))
-        x_step, z_step = map(channels_at_once, sizes[3:])
-        return cls(*sizes, x_step, z_step, TILE)
+        steps = channels_at_once(X.size(2)), channels_at_once(Z.size(2), _WIDTH)
+        return cls(*sizes, *steps, TILE)
+
+    @property
+    def slices(self) -> int:
+        """Programs for all channels of Z."""
+        return triton.cdiv(self.z_size, self.z_step)
 
 
 class Masks(NamedTuple):
@@ -113,11 +117,15 @@ class Masks(NamedTuple):
 # -------------------------------------------------------------------------- the calls
 
 
+def negated(masks: Masks, edge_weight: Tensor) -> Tensor:
+    """The matrices -A, [heads, total], for edge weights [E, heads]."""
+    M = edge_weight.new_zeros(edge_weight.size(1), masks.total)
+    return M.index_add_(1, masks.place, edge_weight.t(), alpha=-1)  # sums parallel ones
+
+
 def resolvents(masks: Masks, edge_weight: Tensor) -> Tensor:
     """The resolvents L, [heads, total], for edge weights [E, heads]."""
-    heads = edge_weight.size(1)
-    M = edge_weight.new_zeros(heads, masks.total)  # -A; parallel edges are summed
-    M.index_add_(1, masks.place, edge_weight.t(), alpha=-1)
+    M, heads = negated(masks, edge_weight), edge_weight.size(1)
     grid = masks.programs(heads)[:1]
     tables = (masks.layout, masks.total, heads, TILE)
     with on_device_of(M):
@@ -130,7 +138,14 @@ def mix(masks: Masks, L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> T
     if query.numel() == 0 or value.numel() == 0:
         return torch.zeros_like(value)
     query, key, value = (x.contiguous() for x in (query, key, value))
-    return _product(masks, L, query, key, value)
+    out, sizes = torch.empty_like(value), _Sizes.of(L, query, value)
+    grid, precision = (*masks.programs(len(L)), sizes.slices), input_precision(L)
+    with on_device_of(L):
+        _masked_product[grid](
+            L, (query, key, value), out, masks.layout, masks.total, sizes, precision,
+            **_options(precision),
+        )  # fmt: skip
+    return out
 
 
 def mix_gradients(
@@ -140,22 +155,29 @@ def mix_gradients(
     if query.numel() == 0 or value.numel() == 0:
         dw = L.new_zeros(masks.place.numel(), L.size(0))
         return query * 0, key * 0, value * 0, dw
-    query, key, value, grad = (x.contiguous() for x in (query, key, value, grad))
-    groups = query.size(1)
-    dq = _product(masks, L, grad, value, key)
-    dk = _product(masks, L, value, grad, query, transposed=True)
-    dv = _product(masks, L, key, query, grad, transposed=True)
-    dq, dk = (x.unflatten(1, (groups, -1)).sum(2) for x in (dq, dk))
-
-    dL, M, heads = torch.empty_like(L), torch.empty_like(L), L.size(0)
-    grid = (*masks.programs(heads), masks.tiles)
-    sizes = _Sizes.of(L, query, value)
+    inputs = tuple(x.contiguous() for x in (query, key, value, grad))
+    (rows, groups, channels), heads = query.shape, L.size(0)
+    dq, dk = (L.new_empty(rows, heads, channels) for _ in range(2))
+    dv, dL, M = (torch.empty_like(x) for x in (inputs[2], L, L))
+    keys, values = _Sizes.of(L, grad, query), _Sizes.of(L, query, grad)
     tables, precision = (masks.layout, masks.total), input_precision(L)
+    grid = (*masks.programs(heads), masks.tiles)
+    slices = 2 * keys.slices + values.slices + masks.tiles
     with on_device_of(L):
-        operands = (query, key, grad, value)
-        _mask_gradient[grid](*operands, dL, *tables, sizes, precision, **_OPTIONS)
+        _gradients[(*grid[:2], slices)](
+            L, inputs, (dq, dk, dv, dL), *tables, keys, values, precision,
+            **_options(precision),
+        )  # fmt: skip
         _adjoint[grid](L, dL, M, *tables, heads, TILE, precision, **_OPTIONS)
-    return dq, dk, dv, edge_products(M, L, masks.row, masks.col, masks.stop)
+    dw = edge_products(M, L, masks.row, masks.col, masks.stop)
+    if groups < heads:
+        dq, dk = (x.unflatten(1, (groups, -1)).sum(2) for x in (dq, dk))
+    return dq, dk, dv, dw
+
+
+def _options(precision: str) -> dict[str, int]:
+    # If loads are prefetched, the compiler needs fewer registers for TF32 x 3 products.
+    return _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
 
 
 def edge_products(
@@ -174,23 +196,6 @@ def edge_products(
     return dw
 
 
-def _product(
-    masks: Masks, L: Tensor, X: Tensor, Y: Tensor, Z: Tensor, transposed: bool = False
-) -> Tensor:
-    """(L * X Y^T) Z; X and Y have the same number of heads, Z may have another one."""
-    heads, (rows, _, channels) = L.size(0), Z.shape
-    out = Z.new_empty(rows, heads, channels)
-    width, precision = channels_at_once(channels, _WIDTH), input_precision(L)
-    sizes = _Sizes.of(L, X, Z)._replace(z_step=width, transposed=transposed)
-    grid = (*masks.programs(heads), triton.cdiv(channels, width))
-    # If loads are prefetched, the compiler needs fewer registers for TF32 x 3 products.
-    options = _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
-    with on_device_of(L):
-        tables = (masks.layout, masks.total)
-        _masked_product[grid](L, X, Y, Z, out, *tables, sizes, precision, **options)
-    return out
-
-
 def channels_at_once(channels: int, most: int = _STEP) -> int:
     """The channels per step: a power of two, at least 16 and at most `most`."""
     return min(max(triton.next_power_of_2(channels), 16), most)
@@ -200,7 +205,7 @@ def channels_at_once(channels: int, most: int = _STEP) -> int:
 
 
 @triton.jit
-def _block(layout, total, heads, TILE: tl.constexpr):
+def block(layout, total, heads, TILE: tl.constexpr):
     """A program's head, and its block's first position, size, tiles and matrix."""
     t, h = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(layout.ptr + t)
@@ -283,7 +288,7 @@ def _inverse(M, layout, total, heads, TILE: tl.constexpr, PRECISION: tl.constexp
     M_ip <- -M_ip X; M_pp <- X, for all other tiles i and j. The identity is added to
     each diagonal tile when its turn comes.
     """
-    _, _, _, tiles, start = _block(layout, total, heads, TILE)
+    _, _, _, tiles, start = block(layout, total, heads, TILE)
     o = tl.arange(0, TILE)
     eye = (o[:, None] == o[None, :]).to(M.dtype.element_ty)
     for p in range(0, tiles):
@@ -319,16 +324,20 @@ def _inverse(M, layout, total, heads, TILE: tl.constexpr, PRECISION: tl.constexp
 
 
 @triton.jit
-def _masked_product(
-    L, X, Y, Z, OUT, layout, total, sizes: tl.constexpr, PRECISION: tl.constexpr
-):
-    """(L * X Y^T) Z, or with L^T: one row of tiles, some of Z's channels."""
+def _product(
+    L, X, Y, Z, OUT, layout, total, z, sizes: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(L * X Y^T) Z, or with L^T: one row of tiles, slice z of Z's channels.
+
+    X and Y have the same number of heads, Z may have another one.
+    """
     TILE: tl.constexpr = sizes.tile
     WIDTH: tl.constexpr = sizes.z_step
-    h, first, size, tiles, start = _block(layout, total, sizes.heads, TILE)
+    h, first, size, tiles, start = block(layout, total, sizes.heads, TILE)
     x_head = h // (sizes.heads // sizes.x_heads)
     z_head = h // (sizes.heads // sizes.z_heads)
-    i, channel = tl.program_id(1), tl.program_id(2) * WIDTH
+    i, channel = tl.program_id(1), z * WIDTH
     if i < tiles:
         rows = tile_nodes(layout.node, first, size, i, TILE)
         out = tl.zeros([TILE, WIDTH], L.dtype.element_ty)
@@ -338,15 +347,15 @@ def _masked_product(
                 X, Y, rows, cols, x_head, sizes.x_heads, sizes.x_size, sizes.x_step,
                 PRECISION,
             )  # fmt: skip
-            if sizes.transposed:
+            if TRANSPOSED:
                 mask = tl.trans(tl.load(matrix_tile(L + start, j, i, tiles, TILE)))
             else:
                 mask = tl.load(matrix_tile(L + start, i, j, tiles, TILE))
             at, there = tile_places(
                 cols[0], cols[1], z_head, channel, sizes.z_heads, sizes.z_size, WIDTH
             )
-            z = tl.load(Z + at, mask=there, other=0.0)
-            out += tl.dot(mask * scores, z, input_precision=PRECISION)
+            z_tile = tl.load(Z + at, mask=there, other=0.0)
+            out += tl.dot(mask * scores, z_tile, input_precision=PRECISION)
         at, there = tile_places(
             rows[0], rows[1], h, channel, sizes.heads, sizes.z_size, WIDTH
         )
@@ -354,24 +363,50 @@ def _masked_product(
 
 
 @triton.jit
-def _mask_gradient(
-    Q, K, DY, V, DL, layout, total, sizes: tl.constexpr, PRECISION: tl.constexpr
+def _masked_product(
+    L, inputs, OUT, layout, total, sizes: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """One tile of dL = (Q K^T) * (dY V^T)."""
-    TILE: tl.constexpr = sizes.tile
-    h, first, size, tiles, start = _block(layout, total, sizes.heads, TILE)
-    i, j = tl.program_id(1), tl.program_id(2)
-    if (i < tiles) & (j < tiles):
-        rows = tile_nodes(layout.node, first, size, i, TILE)
-        cols = tile_nodes(layout.node, first, size, j, TILE)
-        scores = _scores(
-            Q, K, rows, cols, h // (sizes.heads // sizes.x_heads), sizes.x_heads,
-            sizes.x_size, sizes.x_step, PRECISION,
-        )  # fmt: skip
-        read = _scores(
-            DY, V, rows, cols, h, sizes.heads, sizes.z_size, sizes.z_step, PRECISION
-        )
-        tl.store(matrix_tile(DL + start, i, j, tiles, TILE), scores * read)
+    """(L * Q K^T) V: one row of tiles, some channels."""
+    Q, K, V = inputs
+    z = tl.program_id(2)
+    _product(L, Q, K, V, OUT, layout, total, z, sizes, False, PRECISION)
+
+
+@triton.jit
+def _gradients(
+    L, inputs, outputs, layout, total, keys: tl.constexpr, values: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One row of tiles of the gradients of Q, K or V, some channels; or a tile of dL.
+
+    `keys` are the sizes of products with Q or K, and `values` those with dY.
+    """
+    Q, K, V, DY = inputs
+    DQ, DK, DV, DL = outputs
+    N: tl.constexpr = (keys.z_size + keys.z_step - 1) // keys.z_step
+    P: tl.constexpr = (values.z_size + values.z_step - 1) // values.z_step
+    z = tl.program_id(2)
+    if z < N:
+        _product(L, DY, V, K, DQ, layout, total, z, keys, False, PRECISION)
+    elif z < 2 * N:
+        _product(L, V, DY, Q, DK, layout, total, z - N, keys, True, PRECISION)
+    elif z < 2 * N + P:
+        _product(L, K, Q, DY, DV, layout, total, z - 2 * N, values, True, PRECISION)
+    else:
+        TILE: tl.constexpr = keys.tile
+        h, first, size, tiles, start = block(layout, total, keys.heads, TILE)
+        i, j = tl.program_id(1), z - (2 * N + P)
+        if (i < tiles) & (j < tiles):
+            rows = tile_nodes(layout.node, first, size, i, TILE)
+            cols = tile_nodes(layout.node, first, size, j, TILE)
+            scores = _scores(
+                Q, K, rows, cols, h // (keys.heads // keys.z_heads), keys.z_heads,
+                values.x_size, values.x_step, PRECISION,
+            )  # fmt: skip
+            read = _scores(
+                DY, V, rows, cols, h, keys.heads, keys.x_size, keys.x_step, PRECISION
+            )
+            tl.store(matrix_tile(DL + start, i, j, tiles, TILE), scores * read)
 
 
 @triton.jit
@@ -379,7 +414,7 @@ def _adjoint(
     L, DL, M, layout, total, heads, TILE: tl.constexpr, PRECISION: tl.constexpr
 ):
     """M = L^T dL: one tile."""
-    _, _, _, tiles, start = _block(layout, total, heads, TILE)
+    _, _, _, tiles, start = block(layout, total, heads, TILE)
     i, j = tl.program_id(1), tl.program_id(2)
     if (i < tiles) & (j < tiles):
         m = tl.zeros([TILE, TILE], L.dtype.element_ty)

@@ -25,6 +25,7 @@ from pyg_chimera.ops.recurrence.plan.paths import (
     path_scans,
 )
 from pyg_chimera.ops.recurrence.plan.pivot_growth import check_pivot_growth
+from pyg_chimera.ops.recurrence.plan.row_groups import RowGroups
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 if TYPE_CHECKING:
@@ -125,11 +126,10 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         fronts = _fronts(call)
         F = triton_fronts.eliminate(fronts, call.inputs.edge_weight)
         return triton_fronts.mix(fronts, F, *call.inputs[:3]), (F,)
-    from pyg_chimera.ops.recurrence.gpu.mask import mix, resolvents
+    from pyg_chimera.ops.recurrence.gpu.mask import mix
 
-    masks = _masks(call)
-    L = resolvents(masks, call.inputs.edge_weight)
-    return mix(masks, L, *call.inputs[:3]), (L,)
+    L = _resolvents(call)
+    return mix(_masks(call), L, *call.inputs[:3]), (L,)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -154,6 +154,22 @@ def _masks(call: Call) -> "Masks":
     from pyg_chimera.ops.recurrence.gpu.mask import Masks
 
     return table(Masks.of, call.structure, call.inputs.value.device)
+
+
+def _resolvents(call: Call) -> Tensor:
+    """The resolvents of blocks: by rows if factors are at hand and sparse."""
+    from pyg_chimera.ops.recurrence.gpu import mask, sparse_inverse
+
+    masks, structure, weight = _masks(call), call.structure, call.inputs.edge_weight
+    if (
+        isinstance(structure, SymbolicFactor)
+        and structure.sizes.max(initial=0) <= sparse_inverse.LANES
+    ):
+        options = (weight.device, sparse_inverse.ROWS)
+        groups = table(RowGroups.of, structure, *options)
+        if sparse_inverse.pays(masks, groups):
+            return sparse_inverse.resolvents(masks, groups, weight)
+    return mask.resolvents(masks, weight)
 
 
 def _fronts(call: Call) -> Fronts:
