@@ -15,6 +15,7 @@ from torch_geometric.transforms import AddRandomWalkPE, Compose, Pad
 from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraDAGConv,
+    ChimeraGridConv,
     GatedDeltaConv,
     GatedGCNConv,
     GPSLayer,
@@ -36,6 +37,7 @@ from pyg_chimera.transforms import (
     AddKHopIndex,
     AddTopologicalOrder,
     DirectedLineGraph,
+    ImageToGraph,
     LaplacianEncoding,
     NodeOrder,
     PadBatch,
@@ -181,6 +183,85 @@ def test_misuse():
     ):
         with pytest.raises(ValueError, match=rf"'data.{key}\S*' cannot be padded"):
             PadBatch()([add(graph) for graph in trees(5, 9, directed=True)])
+
+
+def test_batches_are_padded_once():
+    padded = PadBatch()(trees(*SIZES))
+    for data in (padded, padded.to_data_list()):
+        if isinstance(data, list):
+            data[0].pad_node_mask = torch.ones(5, dtype=torch.bool)
+        with pytest.raises(ValueError, match=r"no padding yet.*Pad once"):
+            PadBatch()(data)
+
+
+@pytest.mark.parametrize("of_first", [True, False])
+def test_attributes_that_some_graphs_lack(of_first):
+    graphs = trees(5, 9)
+    graphs[0 if of_first else 1].weight = torch.ones(1)
+    with pytest.raises(ValueError, match=r"'data.weight' must be an attribute of each"):
+        PadBatch()(graphs)
+    batch = next(iter(DataLoader(trees(5, 9), 2, follow_batch=["x"])))
+    batch.weight = torch.ones(2)
+    with pytest.raises(ValueError, match=r"'data.weight' must be an attribute of each"):
+        PadBatch()(batch)
+
+
+POINT = Data(x=torch.randn(1, C), y=torch.ones(1))
+PATH = Data(x=torch.randn(5, C), y=torch.ones(5))
+
+
+@pytest.mark.parametrize("graphs", [[POINT] * 3, [PATH], [PATH, PATH]])
+def test_whether_targets_are_of_graphs_or_of_nodes(graphs):
+    with pytest.raises(
+        ValueError, match=r"'data.y' may belong to graphs.*'graph_attrs'"
+    ):
+        PadBatch()(graphs)
+    out = PadBatch(graph_attrs=["y"])(graphs)
+    assert out.y.size(0) == out.num_graphs * graphs[0].y.size(0)
+    assert out.x.size(0) == out.num_nodes
+    out = PadBatch(graph_attrs=[])(graphs)
+    assert out.y.size(0) == out.num_nodes
+    out = PadBatch()([PATH, POINT])  # sizes tell
+    assert out.y.size(0) == out.num_nodes
+    assert out.y[out.pad_node_mask].all()
+
+
+def test_ranks_are_those_of_this_package_alone():
+    graphs = [AddEliminationOrder()(graph) for graph in trees(*SIZES)]
+    for graph in graphs:
+        graph.pagerank = torch.ones(graph.num_nodes)
+        graph.is_rank = torch.ones(graph.num_nodes, dtype=torch.bool)
+    out = PadBatch()(graphs)
+    assert out.elimination_rank[~out.pad_node_mask].any()
+    assert not out.pagerank[~out.pad_node_mask].any()
+    assert not out.is_rank[~out.pad_node_mask].any()
+
+
+def test_grids():
+    """Padding is a grid of one row, whether sizes are integers or of a batch."""
+    shapes = ((1, 5, 7), (1, 3, 4))
+    graphs = [ImageToGraph()(torch.randn(shape)) for shape in shapes]
+    layer = GPSLayer(C, mixer=ChimeraGridConv(C))
+    structure = {"height": "height", "width": "width"}
+    model = GraphModel(1, C, 2, [layer], structure=structure)
+    batch = Batch.from_data_list(graphs)
+    out = model(**model.inputs(batch))
+    for data in (graphs, batch):
+        padded = PadBatch()(data)
+        sizes = padded.batch.bincount()
+        assert torch.equal(padded.height * padded.width, sizes)
+        assert padded.height.tolist()[2:] == [1] * (padded.num_graphs - 2)
+        got = model(**model.inputs(padded))
+        assert_near(got[padded.pad_graph_mask], out, 1e-5)
+
+
+def test_further_edges_join_the_same_pairs():
+    graphs = trees(*SIZES)
+    for graph in graphs:
+        graph.other_index = graph.edge_index.flip(1)
+    out = PadBatch()(graphs)
+    added = ~out.pad_edge_mask
+    assert torch.equal(out.other_index[:, added], out.edge_index[:, added])
 
 
 def test_graphs_without_nodes_or_edges():
