@@ -69,8 +69,10 @@ class PadBatch(Transform):
         follow_batch (Sequence[str], optional): As of a loader, if called with a list.
             (default: :obj:`None`)
         graph_attrs (Sequence[str], optional): The attributes of graphs, even if they
-            have as many rows as nodes or edges. Without it, :obj:`y` is refused if it
-            may be of either, as in a batch of a single graph. (default: :obj:`None`)
+            have as many rows as nodes or edges. If set to :obj:`None`, :obj:`y` is
+            refused where it may belong to either, as in a batch of one graph with a
+            target for each node: pass :obj:`[]` for such targets. (default:
+            :obj:`None`)
 
     Shapes:
         - **input:** a :class:`~torch_geometric.data.Batch`, or a list of graphs, which
