@@ -2,6 +2,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import BatchNorm
 from torch_geometric.utils import scatter
 
@@ -80,12 +81,12 @@ class GraphBatchNorm(BatchNorm):
             x (torch.Tensor): The rows.
             batch (torch.Tensor, optional): The batch vector, which assigns each row to
                 a graph. (default: :obj:`None`)
-            mask (torch.Tensor, optional): The rows that count, bool, in training; all
-                are normalized. Leaves the padding of a
-                :class:`~pyg_chimera.transforms.PadBatch` out. (default: :obj:`None`)
+            mask (torch.Tensor, optional): The rows that count, bool, such as those that
+                are no padding of a :class:`~pyg_chimera.transforms.PadBatch`. Others
+                are replaced by zeros, and normalized. (default: :obj:`None`)
         """
         if not self.training and x.size(0) > 0:
-            return self._evaluate(x, batch)
+            return self._evaluate(x, batch, mask)
         out = super().forward(x) if mask is None else masked_norm(self, x, mask)
         # A single row is normalized by running statistics, and so is all if frozen.
         if x.size(0) > 1 and self.module.training:
@@ -103,8 +104,11 @@ class GraphBatchNorm(BatchNorm):
             self.row_share.add_(weight * (1 / rows - self.row_share))
         return out
 
-    def _evaluate(self, x: Tensor, batch: Tensor | None) -> Tensor:
+    def _evaluate(self, x: Tensor, batch: Tensor | None, mask: Tensor | None) -> Tensor:
         rows = at_least_float32(x)
+        if mask is not None:  # other rows are graphs of their own
+            rows = rows.where(mask.unsqueeze(-1), 0.0)
+            batch = (~mask).long() if batch is None else 2 * batch.long() + ~mask
         if batch is None:
             size: Any = x.size(0)
             var, mean = torch.var_mean(rows, dim=0, correction=0, keepdim=True)
@@ -146,17 +150,27 @@ class GraphBatchNorm(BatchNorm):
 def masked_norm(norm: torch.nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
     """The norm of rows; batch norm, by the statistics of those in a mask alone.
 
-    The same for any number of other rows, without a shape that depends on it.
+    The same for any number of other rows, without a shape that depends on it. These are
+    replaced by zeros: where they are not finite, gradients of weights would be NaN.
     """
     bn: Any = getattr(norm, "module", norm)
+    if mask is not None:
+        x = x.where(mask.unsqueeze(-1), 0.0)
     trains = bn.training or getattr(bn, "running_mean", None) is None
-    is_batch_norm = isinstance(bn, torch.nn.BatchNorm1d)
+    is_plain = isinstance(bn, torch.nn.BatchNorm1d)
+    is_batch_norm = isinstance(bn, _BatchNorm)
     if mask is None or not trains or not is_batch_norm:
         return bn(x) if isinstance(norm, GraphBatchNorm) else norm(x)
+    if not is_plain:  # such as SyncBatchNorm
+        raise ValueError(
+            "'pad_node_mask' must be None in training with a "
+            f"{type(bn).__name__}, whose statistics would count padding; use "
+            "'BatchNorm1d', or batches without padding"
+        )
     rows, counts = at_least_float32(x), mask.unsqueeze(-1)
     number = mask.sum(dtype=rows.dtype)
     several, number = number > 1, number.clamp(min=1)
-    mean = rows.where(counts, 0.0).sum(0) / number
+    mean = rows.sum(0) / number
     var = (rows - mean).where(counts, 0.0).square().sum(0) / number
     found = mean.detach(), var.detach() * number / (number - 1).clamp(min=1)
     if bn.running_mean is not None:

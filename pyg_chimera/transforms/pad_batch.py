@@ -19,6 +19,8 @@ __all__ = ["PadBatch"]
 _MULTIPLE = 16
 #: What PyG batches as a list, or numbers as a tensor.
 _PLAIN = (str, bool, int, float, type(None))
+#: Of nodes, as the transforms of this package name them.
+_RANKS = ("elimination_rank", "topological_rank")
 
 
 @functional_transform("chimera_pad_batch")
@@ -35,7 +37,8 @@ class PadBatch(Transform):
     :class:`~pyg_chimera.nn.GraphModel`, :class:`~pyg_chimera.nn.GPSLayer`,
     :class:`~pyg_chimera.nn.GatedGCNConv` and :class:`~pyg_chimera.nn.GraphBatchNorm`
     leave padding out, given :obj:`pad_node_mask`. Losses and metrics have to leave it
-    out as well::
+    out as well. PyG's own :class:`~torch_geometric.loader.DataLoader` ignores
+    :obj:`collate_fn`; PyTorch's does not::
 
         loader = torch.utils.data.DataLoader(dataset, 64, collate_fn=PadBatch())
         for batch in loader:
@@ -46,8 +49,16 @@ class PadBatch(Transform):
     :math:`[|\mathcal{V}|]`, :math:`[|\mathcal{E}|]` and :math:`[B]`, in which padding
     is :obj:`False`, as by :class:`torch_geometric.transforms.Pad`. An added edge leads
     from one of two added nodes to the other, so that acyclic graphs remain so.
-    Attributes of nodes, edges and graphs are zero there, but orders of nodes (named
-    :obj:`"..._rank"`) and checksums are those of the added graphs.
+    Attributes of nodes, edges and graphs are zero there, but :obj:`elimination_rank`,
+    :obj:`topological_rank` and checksums are those of the added graphs, which
+    :obj:`height` and :obj:`width` make grids of one row, and further
+    :obj:`"..._index"` of shape :math:`[2, *]` hold pairs as :obj:`edge_index` does. An
+    :class:`~torch_geometric.EdgeIndex` becomes a plain tensor.
+
+    As in PyG, what has a row for each node or edge of each graph is an attribute of
+    these, and for graphs with as many nodes as edges, of edges if the name contains
+    :obj:`"edge"`. Where this may be chance, name attributes of graphs in
+    :obj:`graph_attrs`.
 
     Args:
         steps (int, optional): The number of sizes up to the double of a size. With the
@@ -57,6 +68,11 @@ class PadBatch(Transform):
         max_num_edges (int, optional): The same for edges. (default: :obj:`None`)
         follow_batch (Sequence[str], optional): As of a loader, if called with a list.
             (default: :obj:`None`)
+        graph_attrs (Sequence[str], optional): The attributes of graphs, even if they
+            have as many rows as nodes or edges. If set to :obj:`None`, :obj:`y` is
+            refused where it may belong to either, as in a batch of one graph with a
+            target for each node: pass :obj:`[]` for such targets. (default:
+            :obj:`None`)
 
     Shapes:
         - **input:** a :class:`~torch_geometric.data.Batch`, or a list of graphs, which
@@ -66,8 +82,9 @@ class PadBatch(Transform):
 
     Raises:
         ValueError: If the batch does not fit into the largest number of nodes or edges,
-            or has attributes without one row for each node, edge or graph, such as line
-            graphs: apply the transforms that add these to padded batches.
+            has padding already, has attributes that some graphs lack, or without one
+            row for each node, edge or graph, such as line graphs: apply the transforms
+            that add these to padded batches.
         TypeError: If the input is neither a batch nor a list of homogeneous graphs.
     """
 
@@ -77,6 +94,7 @@ class PadBatch(Transform):
         max_num_nodes: int | None = None,
         max_num_edges: int | None = None,
         follow_batch: Sequence[str] | None = None,
+        graph_attrs: Sequence[str] | None = None,
     ) -> None:
         self.steps = check_integer("steps", steps, 1)
         limits = {"max_num_nodes": max_num_nodes, "max_num_edges": max_num_edges}
@@ -84,7 +102,7 @@ class PadBatch(Transform):
             if limit is not None:
                 check_integer(name, limit, 1)
         self.max_num_nodes, self.max_num_edges = max_num_nodes, max_num_edges
-        self.follow_batch = follow_batch
+        self.follow_batch, self.graph_attrs = follow_batch, graph_attrs
 
     def forward(self, data: Batch | Sequence[Data]) -> Batch:
         """Returns a padded batch."""
@@ -102,9 +120,14 @@ class PadBatch(Transform):
             )
         if len(graphs) == 0:
             raise ValueError("'data' must have at least one graph, got none")
+        names = [set(graph.keys()) for graph in graphs]
+        if isinstance(data, Batch):  # whose own attributes would get lost
+            own = {key for key, _ in data if not key.endswith(("batch", "ptr"))}
+            names.append(own | names[0])
+        _check_names(names)
         nodes = [int(graph.num_nodes or 0) for graph in graphs]
         edges = [graph.num_edges for graph in graphs]
-        kinds = {key: _kind(key, graphs, nodes, edges) for key, _ in graphs[0]}
+        kinds = {key: self._kind(key, graphs, nodes, edges) for key, _ in graphs[0]}
 
         # One size more than that of the graphs: by the same factor as nodes at least.
         added = self._size(self._size(len(graphs)) + 1) - len(graphs)
@@ -128,6 +151,44 @@ class PadBatch(Transform):
             index = torch.arange(number + more, device=out.batch.device)
             out[f"pad_{kind}_mask"] = index < number
         return out
+
+    def _kind(
+        self, key: str, graphs: Sequence[Data], nodes: list[int], edges: list[int]
+    ) -> str:
+        """Whether an attribute has rows of nodes or of edges, or is one of graphs."""
+        if key in ("num_nodes", "edge_index"):
+            return key
+        values = [graph[key] for graph in graphs]
+        first = values[0]
+        if isinstance(first, Tensor) and first.layout == torch.strided and first.dim():
+            dim = graphs[0].__cat_dim__(key, first)
+            rows = [1 if dim is None else value.size(dim) for value in values]
+            of_nodes, of_edges = rows == nodes, rows == edges
+            is_alike = all(value.shape == first.shape for value in values)
+            has_rows, named = of_nodes or of_edges, self.graph_attrs
+            if key == "y" and named is None and is_alike and has_rows:
+                raise ValueError(
+                    "'data.y' may belong to graphs, or to their nodes or edges, as all "
+                    f"graphs of the batch have {rows[0]} of these, and it as many "
+                    "rows; set 'graph_attrs' of the transform to ['y'] if it belongs "
+                    "to graphs, otherwise to []"
+                )
+            if has_rows and key not in (named or ()):  # if of both: as PyG, by the name
+                is_node = of_nodes and not (of_edges and "edge" in key)
+                return "node" if is_node else "edge"
+            if is_alike:
+                return "graph"
+        elif not isinstance(first, Tensor):
+            items = first if isinstance(first, (list, tuple)) else [first]
+            if all(isinstance(x, _PLAIN) for x in items):
+                return "graph"
+        elif first.dim() == 0:
+            return "graph"
+        raise ValueError(
+            f"'data.{key}' cannot be padded, as it is not a tensor with a row for each "
+            "node or edge, or of the same shape for each graph; apply the transform "
+            "that adds it to padded batches, or delete it"
+        )
 
     def _size(self, number: int) -> int:
         """The smallest size that is not below a number."""
@@ -154,31 +215,18 @@ def _shares(number: int, parts: int) -> list[int]:
     return [share + (i < rest) for i in range(parts)]
 
 
-def _kind(key: str, graphs: Sequence[Data], nodes: list[int], edges: list[int]) -> str:
-    """Whether an attribute has rows of nodes or of edges, or is one of graphs."""
-    if key in ("num_nodes", "edge_index"):
-        return key
-    values = [graph[key] for graph in graphs]
-    first = values[0]
-    if isinstance(first, Tensor) and first.layout == torch.strided and first.dim() > 0:
-        dim = graphs[0].__cat_dim__(key, first)
-        rows = [1 if dim is None else value.size(dim) for value in values]
-        of_nodes, of_edges = rows == nodes, rows == edges
-        if of_nodes or of_edges:  # both, as in a cycle: PyG goes by the name
-            return "node" if of_nodes and not (of_edges and "edge" in key) else "edge"
-        if all(value.shape == first.shape for value in values):
-            return "graph"
-    elif not isinstance(first, Tensor):
-        items = first if isinstance(first, (list, tuple)) else [first]
-        if all(isinstance(x, _PLAIN) for x in items):
-            return "graph"
-    elif first.dim() == 0:
-        return "graph"
-    raise ValueError(
-        f"'data.{key}' cannot be padded, as it is not a tensor with a row for each "
-        "node or edge, or of the same shape for each graph; apply the transform that "
-        "adds it to padded batches, or delete it"
-    )
+def _check_names(names: list[set[str]]) -> None:
+    """Checks that graphs, and their batch, have the same attributes, not masks."""
+    if any("pad_node_mask" in some for some in names):
+        raise ValueError(
+            "'data' must have no padding yet, got 'data.pad_node_mask': former padding "
+            "would count as part of the graphs. Pad once"
+        )
+    if different := sorted(names[0].union(*names) - names[0].intersection(*names)):
+        raise ValueError(
+            f"'data.{different[0]}' must be an attribute of each graph, but some lack "
+            "it; add it to all of them before they are batched, or delete it"
+        )
 
 
 def _padding(graph: Data, kinds: dict[str, str], num_nodes: int, num_edges: int) -> Any:
@@ -186,10 +234,7 @@ def _padding(graph: Data, kinds: dict[str, str], num_nodes: int, num_edges: int)
     out = copy.copy(graph)
     out.num_nodes = num_nodes
     if "edge_index" in kinds:
-        source = torch.arange(num_edges, device=graph.edge_index.device)
-        source = 2 * (source % max(num_nodes // 2, 1))
-        pairs = torch.stack([source, source + 1])
-        out.edge_index = pairs.to(graph.edge_index.dtype)
+        out.edge_index = _pairs(graph.edge_index, num_edges, num_nodes)
     for key, kind in kinds.items():
         value = graph[key]
         if kind in ("node", "edge"):
@@ -201,8 +246,20 @@ def _padding(graph: Data, kinds: dict[str, str], num_nodes: int, num_edges: int)
         elif kind == "graph":
             is_tensor = isinstance(value, Tensor)
             out[key] = torch.zeros_like(value) if is_tensor else type(value)()
-        if kind == "node" and key.endswith("rank"):
+        if kind == "graph" and key in ("height", "width"):
+            if isinstance(value, (int, Tensor)):
+                out[key] += 1 if key == "height" else num_nodes
+        elif "index" in key and list(getattr(value, "shape", []))[:-1] == [2]:
+            out[key] = _pairs(value, out[key].size(1), num_nodes)
+        elif kind == "node" and key in _RANKS:
             out[key] += torch.arange(num_nodes, device=value.device) % 2
         elif kind == "node" and key.endswith(SUFFIX):
             out[key] = checksum(out.edge_index, num_nodes)
     return out
+
+
+def _pairs(like: Tensor, number: int, num_nodes: int) -> Tensor:
+    """Edges, each from one of two nodes to the other."""
+    source = torch.arange(number, device=like.device)
+    source = 2 * (source % max(num_nodes // 2, 1))
+    return torch.stack([source, source + 1]).to(like.dtype)

@@ -10,11 +10,12 @@ from asserts import assert_near
 from host_waits import host_waits
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.loader import DataLoader
-from torch_geometric.transforms import AddRandomWalkPE, Compose
+from torch_geometric.transforms import AddRandomWalkPE, Compose, Pad
 
 from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraDAGConv,
+    ChimeraGridConv,
     GatedDeltaConv,
     GatedGCNConv,
     GPSLayer,
@@ -27,6 +28,7 @@ from pyg_chimera.nn import (
     RGLRUConv,
     SelfAttention,
 )
+from pyg_chimera.nn._norm import Norm
 from pyg_chimera.ops import unchecked
 from pyg_chimera.ops.structure import check_stored, topological_rank
 from pyg_chimera.transforms import (
@@ -35,6 +37,7 @@ from pyg_chimera.transforms import (
     AddKHopIndex,
     AddTopologicalOrder,
     DirectedLineGraph,
+    ImageToGraph,
     LaplacianEncoding,
     NodeOrder,
     PadBatch,
@@ -182,6 +185,85 @@ def test_misuse():
             PadBatch()([add(graph) for graph in trees(5, 9, directed=True)])
 
 
+def test_batches_are_padded_once():
+    padded = PadBatch()(trees(*SIZES))
+    for data in (padded, padded.to_data_list()):
+        if isinstance(data, list):
+            data[0].pad_node_mask = torch.ones(5, dtype=torch.bool)
+        with pytest.raises(ValueError, match=r"no padding yet.*Pad once"):
+            PadBatch()(data)
+
+
+@pytest.mark.parametrize("of_first", [True, False])
+def test_attributes_that_some_graphs_lack(of_first):
+    graphs = trees(5, 9)
+    graphs[0 if of_first else 1].weight = torch.ones(1)
+    with pytest.raises(ValueError, match=r"'data.weight' must be an attribute of each"):
+        PadBatch()(graphs)
+    batch = next(iter(DataLoader(trees(5, 9), 2, follow_batch=["x"])))
+    batch.weight = torch.ones(2)
+    with pytest.raises(ValueError, match=r"'data.weight' must be an attribute of each"):
+        PadBatch()(batch)
+
+
+POINT = Data(x=torch.randn(1, C), y=torch.ones(1))
+PATH = Data(x=torch.randn(5, C), y=torch.ones(5))
+
+
+@pytest.mark.parametrize("graphs", [[POINT] * 3, [PATH], [PATH, PATH]])
+def test_whether_targets_are_of_graphs_or_of_nodes(graphs):
+    with pytest.raises(
+        ValueError, match=r"'data.y' may belong to graphs.*'graph_attrs'"
+    ):
+        PadBatch()(graphs)
+    out = PadBatch(graph_attrs=["y"])(graphs)
+    assert out.y.size(0) == out.num_graphs * graphs[0].y.size(0)
+    assert out.x.size(0) == out.num_nodes
+    out = PadBatch(graph_attrs=[])(graphs)
+    assert out.y.size(0) == out.num_nodes
+    out = PadBatch()([PATH, POINT])  # sizes tell
+    assert out.y.size(0) == out.num_nodes
+    assert out.y[out.pad_node_mask].all()
+
+
+def test_ranks_are_those_of_this_package_alone():
+    graphs = [AddEliminationOrder()(graph) for graph in trees(*SIZES)]
+    for graph in graphs:
+        graph.pagerank = torch.ones(graph.num_nodes)
+        graph.is_rank = torch.ones(graph.num_nodes, dtype=torch.bool)
+    out = PadBatch()(graphs)
+    assert out.elimination_rank[~out.pad_node_mask].any()
+    assert not out.pagerank[~out.pad_node_mask].any()
+    assert not out.is_rank[~out.pad_node_mask].any()
+
+
+def test_grids():
+    """Padding is a grid of one row, whether sizes are integers or of a batch."""
+    shapes = ((1, 5, 7), (1, 3, 4))
+    graphs = [ImageToGraph()(torch.randn(shape)) for shape in shapes]
+    layer = GPSLayer(C, mixer=ChimeraGridConv(C))
+    structure = {"height": "height", "width": "width"}
+    model = GraphModel(1, C, 2, [layer], structure=structure)
+    batch = Batch.from_data_list(graphs)
+    out = model(**model.inputs(batch))
+    for data in (graphs, batch):
+        padded = PadBatch()(data)
+        sizes = padded.batch.bincount()
+        assert torch.equal(padded.height * padded.width, sizes)
+        assert padded.height.tolist()[2:] == [1] * (padded.num_graphs - 2)
+        got = model(**model.inputs(padded))
+        assert_near(got[padded.pad_graph_mask], out, 1e-5)
+
+
+def test_further_edges_join_the_same_pairs():
+    graphs = trees(*SIZES)
+    for graph in graphs:
+        graph.other_index = graph.edge_index.flip(1)
+    out = PadBatch()(graphs)
+    added = ~out.pad_edge_mask
+    assert torch.equal(out.other_index[:, added], out.edge_index[:, added])
+
+
 def test_graphs_without_nodes_or_edges():
     nothing = Data(x=torch.randn(0, C), edge_index=torch.empty(2, 0, dtype=torch.long))
     point = Data(x=torch.randn(1, C), edge_index=nothing.edge_index)
@@ -317,3 +399,89 @@ def test_norm_of_few_rows(momentum):
             assert_near(got[:number], want, 1e-9)
         for key, value in plain.named_buffers():
             assert_near(dict(norm.named_buffers())[key], value, 1e-9)
+
+
+def test_padding_within_graphs_is_refused():
+    """As by PyG's transform: pooling would count it."""
+    graphs = [
+        Pad(12, 30, add_pad_mask=True)(Data(torch.randn(n, C), tree(n).edge_index))
+        for n in (5, 9)
+    ]
+    model = GraphModel(C, C, 2, [GPSLayer(C, GatedGCNConv(C, C))])
+    for data in (graphs[0], Batch.from_data_list(graphs)):
+        with pytest.raises(ValueError, match="must not mark padding in a graph that"):
+            model.inputs(data)
+        with unchecked():
+            assert "pad_node_mask" in model.inputs(data)
+    data = graphs[0]
+    with pytest.raises(ValueError, match="'batch' must be given with 'pad_node_mask'"):
+        model(data.x, data.edge_index, pad_node_mask=data.pad_node_mask)
+
+
+def test_wrong_masks():
+    model = GraphModel(C, C, 2, [GPSLayer(C, GatedGCNConv(C, C))], head="node")
+    x, edge_index = torch.randn(4, C), tree(4).edge_index
+    for mask in (torch.ones(4), [True] * 4):
+        with pytest.raises(TypeError, match="'pad_node_mask' must be a tensor of bool"):
+            model(x, edge_index, pad_node_mask=mask)
+    for size in ((3,), (4, 1), ()):
+        mask = torch.ones(size, dtype=torch.bool)
+        with pytest.raises(ValueError, match=r"'pad_node_mask' must be of shape .* = "):
+            model(x, edge_index, pad_node_mask=mask)
+
+
+@pytest.mark.parametrize("norm", ["batch_norm", "graph_batch_norm"])
+def test_synchronized_statistics_are_refused_in_training(norm):
+    model = GraphModel(C, C, 2, [GPSLayer(C, GatedGCNConv(C, C), norm=norm)], norm=norm)
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).double()
+    graphs = [Data(g.x, g.edge_index) for g in trees(*SIZES)]
+    padded = PadBatch()(graphs)
+    with pytest.raises(ValueError, match="must be None in training with a SyncBatchNo"):
+        model(**model.inputs(padded))
+    batch = Batch.from_data_list(graphs)
+    got = model.eval()(**model.inputs(padded))[padded.pad_graph_mask]
+    assert_near(got, model(**model.inputs(batch)), 1e-9)
+
+
+@pytest.mark.parametrize("with_batch", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_of_one_graph_with_padding(training, with_batch):
+    """Of the same graph, as far as the batch vector says."""
+    layer = GPSLayer(C, GatedGCNConv(C, C)).double()
+    x, edge_index = torch.randn(9, C).double() + 3, tree(9).edge_index
+    for _ in range(20):
+        layer(x, edge_index)
+    mask = torch.arange(12) < 9
+    padded = torch.cat([x, 100 * torch.randn(3, C).double()])
+    batch = torch.zeros(12, dtype=torch.long) if with_batch else None
+    out = copy.deepcopy(layer).train(training)(x, edge_index)
+    got = layer.train(training)(padded, edge_index, batch, pad_node_mask=mask)
+    assert_near(got[:9], out, 1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", ["batch_norm", "graph_batch_norm"])
+def test_padding_that_is_not_finite(norm, training):
+    norm = Norm(norm, C).double().train(training)
+    x = torch.randn(6, C).double()
+    batch, mask = torch.arange(6) // 4, torch.arange(6) < 4
+    x[4:] = torch.tensor([[float("nan")], [float("inf")]])
+    x.requires_grad_()
+    norm(x, batch, mask)[:4].square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in norm.parameters())
+
+
+@pytest.mark.parametrize("head_norm", ["batch_norm", "layer_norm", None])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mask_of_all_rows_changes_nothing_in_the_head(head_norm, training):
+    options = {"head_norm": head_norm, "head_layers": 3, "dropout": 0.5}
+    model = GraphModel(C, C, 2, [], **options).double().train(training)
+    x, mask = torch.randn(7, C).double(), torch.ones(7, dtype=torch.bool)
+    other = copy.deepcopy(model)
+    torch.manual_seed(1)
+    out = model.mlp(x)
+    torch.manual_seed(1)
+    assert_near(other._predict(x, mask), out, 1e-9)
+    for key, value in model.state_dict().items():
+        assert_near(other.state_dict()[key], value, 1e-9)

@@ -391,9 +391,10 @@ class GraphModel(TakesTensors, torch.nn.Module):
         Raises:
             TypeError: If :obj:`data` is not homogeneous.
             ValueError: If :obj:`data` lacks an attribute that the model reads,
-                including those named in :obj:`structure` and :obj:`encodings`, or one
-                in :obj:`structure` was stored for other edges, see
-                :func:`~pyg_chimera.ops.structure.check_stored`.
+                including those named in :obj:`structure` and :obj:`encodings`, one in
+                :obj:`structure` was stored for other edges, see
+                :func:`~pyg_chimera.ops.structure.check_stored`, or a graph has padding
+                within it, as by :class:`torch_geometric.transforms.Pad`.
         """
         if not isinstance(data, Data):
             raise TypeError(
@@ -409,7 +410,9 @@ class GraphModel(TakesTensors, torch.nn.Module):
             "batch": data.batch if "batch" in data else None,
         }
         if "pad_node_mask" in data:
-            args["pad_node_mask"] = data.pad_node_mask
+            args["pad_node_mask"] = mask = data.pad_node_mask
+            if readable():
+                _check_padding(mask, data.num_nodes, args["batch"])
         # The values of an 'adj_t' may be the edge features.
         if self.edge_encoder is not None and (adj != "adj_t" or "edge_attr" in data):
             reader = f"a model with edge_dim={self.edge_dim} reads"
@@ -492,6 +495,13 @@ class GraphModel(TakesTensors, torch.nn.Module):
         masks = {} if pad_node_mask is None else {"pad_node_mask": pad_node_mask}
         x = _encode(self.node_encoder, x, "x")
         check_inputs(x, batch=batch)
+        if pad_node_mask is not None:
+            _check_mask(pad_node_mask, x.size(0))
+            if self.pool is not None and batch is None:
+                raise ValueError(
+                    "'batch' must be given with 'pad_node_mask', as padding belongs to "
+                    "graphs of its own, got None."
+                )
         batch = None if batch is None else batch.long()
         if encodings:
             pairs = zip(self.encodings.items(), self._encoder_routes, strict=True)
@@ -534,7 +544,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
         """The head's network; batch norms leave rows out that are not in the mask."""
         if mask is None:
             return self.mlp(x)
-        mlp = self.mlp
+        mlp = self.mlp  # its forward method passes norms no mask, hence its steps here
         for lin, norm, p in zip(mlp.lins, mlp.norms, mlp.dropout, strict=False):
             x = masked_norm(norm, lin(x), mask)
             x = F.dropout(x if mlp.act is None else mlp.act(x), p, self.training)
@@ -598,6 +608,29 @@ def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
     if x.size(-1) != size and size > 0:
         raise ValueError(f"'{name}' must be [rows, {size}], got {list(x.shape)}.")
     return encoder(x)
+
+
+def _check_mask(mask: Any, num_nodes: int) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(f"'pad_node_mask' must be a tensor of bools, got {got}.")
+    if not torch.compiler.is_compiling() and list(mask.shape) != [num_nodes]:
+        raise ValueError(
+            f"'pad_node_mask' must be of shape [num_nodes] = [{num_nodes}], got "
+            f"{list(mask.shape)}."
+        )
+
+
+def _check_padding(mask: Any, num_nodes: Any, batch: Tensor | None) -> None:
+    """Checks that padding is in graphs of its own; reads the mask."""
+    _check_mask(mask, num_nodes)
+    graph = torch.zeros_like(mask, dtype=torch.long) if batch is None else batch
+    if bool(torch.isin(graph[~mask], graph[mask]).any()):
+        raise ValueError(
+            "'data.pad_node_mask' must not mark padding in a graph that has other "
+            "nodes, as that of 'torch_geometric.transforms.Pad': layers and pooling "
+            "would count it. Use 'pyg_chimera.transforms.PadBatch', which adds graphs."
+        )
 
 
 def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
