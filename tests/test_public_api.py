@@ -76,6 +76,7 @@ PUBLIC = {
 FOREIGN = (
     "pyg_chimera.graphgym.gps_model",
     "pyg_chimera.ops.causal_conv1d.triton_taps",
+    "pyg_chimera.ops.triton_edge_softmax",
     "pyg_chimera.ops.triton_gated_norm",
     "pyg_chimera.ops.recurrence.gpu.channel_spans",
     "pyg_chimera.ops.recurrence.gpu.carry",
