@@ -22,8 +22,8 @@ EDGES = torch.tensor([[0, 1, 1, 2, 2, 3], [1, 0, 2, 1, 3, 2]])
 #: What may wait all the same, as docs/gpu.md says: bounds of sequences are looked at,
 #: and so are sizes of grids, if they are tensors.
 WAITS = {
-    "selective_scan": {"item", "nonzero"},
-    "causal_conv1d": {"item", "nonzero"},
+    "selective_scan": {"cpu", "item"},
+    "causal_conv1d": {"cpu", "item"},
     "grid_dag_scan": {"tolist"},
     "grid_scan": {"tolist"},
     "grid_conv": {"tolist", "tensor"},

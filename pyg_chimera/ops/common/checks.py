@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.errors import NotFiniteError
+from pyg_chimera.ops.common.torch_private import is_transforming
 
 NO_TORCHSCRIPT = (
     "TorchScript ('torch.jit.script', 'torch.jit.trace', and what builds on them) is "
@@ -99,12 +100,12 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def extremes(x: Tensor) -> tuple[int, int]:
-    """The smallest and the largest of some integers; a GPU is waited for once."""
-    if type(x) is Tensor and x.is_cpu:  # without calls
+    """The smallest and the largest of some integers."""
+    if type(x) is Tensor and x.is_cpu and not is_transforming():  # without calls
         found = as_array(x if x.dtype == torch.long else x.long())
         return int(found.min()), int(found.max())
-    low, high = torch.stack(torch.aminmax(x)).tolist()
-    return low, high
+    low, high = torch.aminmax(x)
+    return int(low), int(high)
 
 
 def check_edge_index(

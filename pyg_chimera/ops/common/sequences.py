@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_integers
+from pyg_chimera.ops.common.torch_private import is_transforming
 
 #: Sequences are grouped into blocks of about this many rows.
 _BLOCK_ROWS = 128
@@ -28,7 +29,10 @@ def as_ptr(ptr: Any, x: Tensor) -> Tensor:
 
 def check_ptr(ptr: Tensor, num_rows: int) -> None:
     """Checks that the sequences follow each other and cover all rows."""
-    bounds = as_array(ptr.cpu())  # a GPU is waited for once
+    if is_transforming():  # tensors have no memory
+        bounds = np.array([int(x) for x in ptr])
+    else:
+        bounds = as_array(ptr.cpu())  # a GPU is waited for once
     if bounds[0] != 0 or bounds[-1] != num_rows:
         raise ValueError(
             f"'ptr' must begin with 0 and end with the number of rows, {num_rows}, got "

@@ -135,7 +135,7 @@ def test_lists_of_grids_are_absent():
     index, weight = path(3), torch.rand(2, 1)
     graph = (None, None, weight, None, index, None, None, None, 1)
     for lists in (None, []):
-        out, _, _ = torch.ops.pyg_chimera.dag_scan(
+        out, _ = torch.ops.pyg_chimera.dag_scan(
             query, key, value, *graph, lists, lists, "auto", "auto"
         )
         assert out.equal(dag_scan(query, key, value, index, weight))
