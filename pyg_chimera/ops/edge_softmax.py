@@ -84,14 +84,7 @@ def _composed(
     return options.gamma * weight / whole[row], rest.to(psi.dtype)
 
 
-def _fits(
-    edge_index: Tensor,
-    target: Tensor,
-    source: Tensor,
-    psi: Tensor,
-    edge: Tensor | None,
-    options: _Options,
-) -> bool:
+def _fits(edge_index: Tensor, _: Tensor, __: Tensor, psi: Tensor, *___: Any) -> bool:
     if not triton_trial.by_triton(psi):
         return edge_index.dtype == torch.long
     return (

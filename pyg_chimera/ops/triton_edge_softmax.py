@@ -157,11 +157,11 @@ def _edges(lists, begin, end, there, h, start, sizes: tl.constexpr):
 
 @triton.jit
 def _exponents(
-    tensors, lists, begin, end, there, h, start, strides, wide: tl.constexpr,
-    sizes: tl.constexpr,
-):  # fmt: skip
+    tensors, lists, own, start, strides, wide: tl.constexpr, sizes: tl.constexpr
+):
     """The exponents of some edges into the nodes, their places and a mask."""
     SOURCE, EDGE = tensors[1], tensors[3]
+    _, h, there, begin, end = own
     e, j, o, inside = _edges(lists, begin, end, there, h, start, sizes)
     x = tl.load(SOURCE + j * strides[1] + o, mask=inside, other=0.0).to(wide)
     if EDGE is not None:
@@ -175,7 +175,8 @@ def _forward(tensors, outputs, lists, nodes, strides, sizes: tl.constexpr):
     TARGET, PSI = tensors[0], tensors[2]
     W, REST, TOTAL, SQUARE = outputs
     wide: tl.constexpr = W.dtype.element_ty
-    r, h, there, begin, end = _own(lists, nodes, sizes)
+    own = _own(lists, nodes, sizes)
+    r, h, there, begin, end = own
     most = tl.max(end - begin, 0)
     # Relative to exp(-target), which is common to a row and cancels.
     least = tl.load(TARGET + r * strides[0] + h, mask=there, other=0.0).to(wide)
@@ -183,15 +184,11 @@ def _forward(tensors, outputs, lists, nodes, strides, sizes: tl.constexpr):
     least = least / sizes.share - psi
     shift = least
     for start in range(0, most, sizes.step):
-        x, _, inside = _exponents(
-            tensors, lists, begin, end, there, h, start, strides, wide, sizes
-        )
+        x, _, inside = _exponents(tensors, lists, own, start, strides, wide, sizes)
         shift = tl.maximum(shift, tl.max(tl.where(inside, x, float("-inf")), 1))
     sums = tl.zeros_like(least)
     for start in range(0, most, sizes.step):
-        x, _, inside = _exponents(
-            tensors, lists, begin, end, there, h, start, strides, wide, sizes
-        )
+        x, _, inside = _exponents(tensors, lists, own, start, strides, wide, sizes)
         sums += tl.sum(tl.where(inside, tl.exp(x - shift[:, None, :]), 0.0), 1)
     square, slope = tl.exp(2 * (least - shift)), sizes.margin * sums
     root = tl.sqrt(square + slope * slope)
@@ -203,9 +200,7 @@ def _forward(tensors, outputs, lists, nodes, strides, sizes: tl.constexpr):
     tl.store(SQUARE + at, square / (root * whole), mask=there)
     factor = sizes.gamma / whole
     for start in range(0, most, sizes.step):
-        x, place, inside = _exponents(
-            tensors, lists, begin, end, there, h, start, strides, wide, sizes
-        )
+        x, place, inside = _exponents(tensors, lists, own, start, strides, wide, sizes)
         w = tl.exp(x - shift[:, None, :]) * factor[:, None, :]
         tl.store(W + place, w, mask=inside)
 
