@@ -325,13 +325,14 @@ def _inverse(M, layout, total, heads, TILE: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def _product(
-    L, X, Y, Z, OUT, layout, total, z, sizes: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    L, operands, OUT, layout, total, z, sizes: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(L * X Y^T) Z, or with L^T: one row of tiles, slice z of Z's channels.
 
     X and Y have the same number of heads, Z may have another one.
     """
+    X, Y, Z = operands
     TILE: tl.constexpr = sizes.tile
     WIDTH: tl.constexpr = sizes.z_step
     h, first, size, tiles, start = block(layout, total, sizes.heads, TILE)
@@ -369,7 +370,7 @@ def _masked_product(
     """(L * Q K^T) V: one row of tiles, some channels."""
     Q, K, V = inputs
     z = tl.program_id(2)
-    _product(L, Q, K, V, OUT, layout, total, z, sizes, False, PRECISION)
+    _product(L, (Q, K, V), OUT, layout, total, z, sizes, False, PRECISION)
 
 
 @triton.jit
@@ -387,11 +388,11 @@ def _gradients(
     P: tl.constexpr = (values.z_size + values.z_step - 1) // values.z_step
     z = tl.program_id(2)
     if z < N:
-        _product(L, DY, V, K, DQ, layout, total, z, keys, False, PRECISION)
+        _product(L, (DY, V, K), DQ, layout, total, z, keys, False, PRECISION)
     elif z < 2 * N:
-        _product(L, V, DY, Q, DK, layout, total, z - N, keys, True, PRECISION)
+        _product(L, (V, DY, Q), DK, layout, total, z - N, keys, True, PRECISION)
     elif z < 2 * N + P:
-        _product(L, K, Q, DY, DV, layout, total, z - 2 * N, values, True, PRECISION)
+        _product(L, (K, Q, DY), DV, layout, total, z - 2 * N, values, True, PRECISION)
     else:
         TILE: tl.constexpr = keys.tile
         h, first, size, tiles, start = block(layout, total, keys.heads, TILE)
