@@ -43,7 +43,8 @@ class Call(NamedTuple):
 
 
 _LAYERS = (
-    Call("ChimeraConv", {"heads": 2, "edge_dim": 3, "log_sums": 2}),
+    # Sums of rows so near to one that it is computed how well-conditioned I - A is.
+    Call("ChimeraConv", {"heads": 2, "edge_dim": 3, "reach": (1e5, 1e5)}),
     Call("GraphMambaConv", {"order": "pagerank", "bidirectional": True}),
     Call("ChimeraDAGConv", {"heads": 2, "edge_dim": 3}, "dag"),
     Call("ChimeraPathConv", {"heads": 2, "edge_dim": 3}, "undirected path"),

@@ -49,7 +49,7 @@ def test_no_layer_needs_more():
     out = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True
     )
-    assert (out.returncode, out.stdout) == (0, ""), out.stderr
+    assert (out.returncode, out.stdout) == (0, ""), out.stdout + out.stderr
 
 
 def test_what_is_called():
