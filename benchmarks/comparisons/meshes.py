@@ -65,13 +65,13 @@ ARMS = SHARED_ARMS | {
 }
 #: The numbers of unknowns of a node, and of its features and those of an edge.
 PROBLEMS = {
-    "poisson": (1, 6, 4),
-    "convection-diffusion": (1, 8, 5),
-    "elasticity": (2, 10, 4),
+    "poisson": (1, 5, 4),
+    "convection-diffusion": (1, 7, 5),
+    "elasticity": (2, 8, 4),
 }
 WALK = 16
 #: Of the graphs: to be raised when they change, so that files of others are not read.
-VERSION = 1
+VERSION = 2
 #: `train` and so on are numbers of meshes, with `nodes` from and to; `large` are those
 #: of `large_nodes`. An epoch is `length` meshes, drawn from those to train on.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -381,28 +381,32 @@ def get_inputs(case: Case) -> Data:
     Without a unit are, by the area A, the geometric mean κ of k, and the mean u' and
     the scale s of :func:`get_scale`,
 
-    * :obj:`x`: the load f as A f / 4πκs, and that of the cell a of a node in the same
-      way, 1000 a f / 4πκs; log(k / κ); whether u is given; (u - u') / s where it is;
-      whether on the boundary; the velocity v as v √A / 10κ; Poisson's ratio;
-    * :obj:`edge_attr`: the direction; log(length / √(A / 1000)); log(k / κ) halfway;
-      the velocity along the edge times its length, divided by k;
+    * :obj:`x`: the load f of the cell a of a node, as 1000 a f / 4πκs; log(k / κ);
+      whether u is given; (u - u') / s where it is; whether on the boundary; the
+      velocity v as v √A / 10κ; Poisson's ratio;
+    * :obj:`edge_attr`: the direction; log(length / √c), c the geometric mean of the
+      cells of its ends; log(k / κ) halfway; the velocity along the edge times its
+      length, divided by k;
     * :obj:`free`: the nodes where u is not given.
 
-    Meshes can be drawn by :obj:`pos` and :obj:`face`, which no model reads.
+    Lengths are relative to cells, as stiffness is in two dimensions: it is that of any
+    mesh of the same shape, whatever its size. Meshes can be drawn by :obj:`pos` and
+    :obj:`face`, which no model reads.
     """
     mesh, (centre, scale, unit) = case.mesh, get_scale(case)
     cells = mesh.nodal_areas()[:, None]
     area, fixed = cells.sum(), case.fixed[:, None]
     log_k = (case.log_k - case.log_k.mean())[:, None]
     load = case.load * unit / scale
-    columns = [load, load * cells * 1000 / area, log_k, fixed]
+    columns = [load * cells * 1000 / area, log_k, fixed]
     columns += [(case.values - centre) / scale * fixed, mesh.on_boundary()[:, None]]
     ends = mesh.edges()[0]
     ends = np.concatenate([ends, ends[:, ::-1]])
     way = mesh.points[ends[:, 1]] - mesh.points[ends[:, 0]]
     length = np.hypot(*way.T)[:, None]
     halfway = log_k[ends].mean(axis=1)
-    features = [way / length, np.log(length / np.sqrt(area / 1000)), halfway]
+    relative = np.log(length) - np.log(cells)[ends].mean(axis=1) / 2
+    features = [way / length, relative, halfway]
     if case.velocity is not None:
         velocity = case.velocity / np.exp(case.log_k.mean())
         columns.append(velocity * np.sqrt(area) / 10)
@@ -519,7 +523,7 @@ def harmonic_extension(data: Data) -> Tensor:
     mesh = Mesh(data.pos.double().numpy(), data.face.t().numpy())
     matrix = scalar_matrix(mesh, np.ones(len(mesh.triangles)))
     wide, fixed = data.y.size(1), ~data.free.numpy()
-    given = data.x[:, 2 * wide + 2 : 3 * wide + 2].double().numpy()
+    given = data.x[:, wide + 2 : 2 * wide + 2].double().numpy()
     found = [solve(matrix, 0 * x, fixed, x[:, None]) for x in given.T]
     return torch.from_numpy(np.concatenate(found, axis=1)).float()
 

@@ -1,6 +1,7 @@
 """The symbolic factorisation of I - A for a batch of graphs, and its blocks."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Blocks:
         """The number of edges."""
         return self.edge.shape[0]
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """The number of nodes of each block."""
         return np.diff(self.ptr)

@@ -204,6 +204,24 @@ def test_units_do_not_matter(problem):
         assert np.allclose(target(other), target(case), atol=1e-8)
 
 
+@pytest.mark.parametrize("steps", [6, 12])
+def test_lengths_are_relative_to_cells(steps):
+    """Those of a finer mesh of the same shape are the same, but for the rim."""
+    line = np.linspace(0, 1, steps + 1)
+    points = np.stack(np.meshgrid(line, line), axis=2).reshape(-1, 2)
+    node = np.arange(len(points)).reshape(steps + 1, steps + 1)
+    corners = node[:-1, :-1], node[:-1, 1:], node[1:, 1:], node[1:, :-1]
+    a, b, c, d = (x.ravel() for x in corners)
+    mesh = compared.Mesh(points, np.stack([[a, b, c], [a, c, d]]).swapaxes(1, 2))
+    mesh = mesh._replace(triangles=mesh.triangles.reshape(-1, 3))
+    zeros = np.zeros((len(points), 1))
+    given = compared.Case(mesh, zeros[:, 0], zeros + 1, mesh.on_boundary(), zeros)
+    data = compared.get_inputs(given)
+    inner = ~given.fixed[data.edge_index.numpy()].any(axis=0)
+    lengths = data.edge_attr[inner, 2].numpy().round(4)
+    assert np.allclose(np.unique(lengths), [0, np.log(2) / 2], atol=1e-4)
+
+
 def test_the_harmonic_extension_solves_the_plain_problem():
     case = draw_case("poisson", 4)
     plain = case._replace(log_k=0 * case.log_k, load=0 * case.load)
