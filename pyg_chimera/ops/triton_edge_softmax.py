@@ -37,6 +37,10 @@ class _Tables(NamedTuple):
     out_of: _Lists
     most: tuple[int, int]  #: the most edges of a node, in each
 
+    def with_room(self, _: float) -> "_Tables":
+        """Itself: kernels take more edges of a node in more steps."""
+        return self
+
 
 class _Sizes(NamedTuple):
     """What kernels are compiled for."""
