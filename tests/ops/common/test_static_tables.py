@@ -9,7 +9,13 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
-from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv
+from pyg_chimera.nn import (
+    ChimeraConv,
+    ChimeraDAGConv,
+    GatedGCNConv,
+    GPSLayer,
+    GraphModel,
+)
 from pyg_chimera.ops import StaticTables, unchecked
 from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.transforms import AddEliminationOrder, PadBatch
@@ -95,6 +101,41 @@ def test_replay(inverse, names, captured_sizes, sizes):
     with tables, captured() as again:  # what it depends on has not changed
         step(conv, static, names)
     assert again.launches == graph.launches
+
+
+def test_training_steps_of_a_model():
+    """As `docs/gpu.md` captures them."""
+    torch.manual_seed(0)
+    layers = [GPSLayer(C, GatedGCNConv(C, C, edge_dim=C), layer())]
+    model = GraphModel(C, C, 1, layers, edge_dim=C).double()
+    static, other = molecules((9, 5, 7)), molecules((0, 13, 8), 1)
+
+    def step(model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        error = model(**model.inputs(batch)).square().mean(1)
+        mask = batch.pad_graph_mask
+        loss = error.where(mask, 0.0).sum() / mask.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    tables = StaticTables(*indices(static))
+    with tables, unchecked():
+        with on_gpus():
+            step(model, static)
+        with captured() as graph:
+            loss = step(model, static)
+    again = copy.deepcopy(model)
+    tables.update(*indices(other))
+    for name, x in other:
+        if isinstance(x, torch.Tensor):
+            static[name].copy_(x)
+    graph.replay()
+    with on_gpus(), unchecked():
+        assert_near(loss, step(again, other), 1e-13)
+    for got, want in zip(model.parameters(), again.parameters(), strict=True):
+        assert_near(got, want, 1e-13)
 
 
 def test_what_does_not_fit_changes_nothing():
