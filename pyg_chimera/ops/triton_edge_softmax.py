@@ -76,7 +76,7 @@ def _tables_of(edge_index: Tensor, num_nodes: int) -> _Tables:
 
 def forward(
     given: Sequence[Any], options: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], _Tables]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor], _Tables]:
     """The weights and what they leave, and what `backward` needs: the weights, by how
     much the total of a row changes with the sum of its weights, over gamma, and its
     logarithm with that of the margin.
@@ -87,14 +87,16 @@ def forward(
     psi, tables = tensors[2], _tables_of(edge_index, len(tensors[2]))
     gamma, margin, wide = options
     weight = psi.new_empty(edge_index.size(1), psi.size(1), dtype=wide)
-    rest, slopes = psi.new_empty(psi.shape), psi.new_empty(2, *psi.shape, dtype=wide)
+    rest = psi.new_empty(psi.shape)
+    # Apart, as kernels are compiled for addresses that are multiples of 16.
+    slopes = tuple(psi.new_empty(psi.shape, dtype=wide) for _ in range(2))
     sizes = _sizes(psi, tables.most[0], tensors[3])._replace(gamma=gamma, margin=margin)
     with on_device_of(psi):
         _forward[_grid(psi, sizes)](
             tuple(tensors), (weight, rest, *slopes), tables.into, len(psi), strides,
             sizes, num_warps=4,
         )  # fmt: skip
-    return (weight, rest), (weight, slopes), tables
+    return (weight, rest), (weight, *slopes), tables
 
 
 def backward(
@@ -102,7 +104,7 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradient of each tensor, None for those that are, and of edges."""
     psi, edge = given[3:]
-    (weight, slopes), (grad, grad_rest) = saved, grads
+    (weight, *slopes), (grad, grad_rest) = saved, grads
     grad = torch.zeros_like(weight) if grad is None else grad.contiguous()
     grad_rest = None if grad_rest is None else grad_rest.contiguous()
     found = [None if x is None else x.new_empty(x.shape) for x in given[1:]]

@@ -117,7 +117,8 @@ class Masks(NamedTuple):
         tiles, few = math.ceil(room * self.tiles), LANES // TILE
         if self.tiles <= few:
             tiles = min(tiles, few)
-        return self._replace(total=math.ceil(room * self.total), tiles=tiles)
+        total = math.ceil(room * self.total / TILE**2) * TILE**2  # aligned
+        return self._replace(total=total, tiles=tiles)
 
     @property
     def limits(self) -> tuple[int, int]:
