@@ -248,7 +248,9 @@ def _sources(saved, DSOURCE, lists, nodes, sizes: tl.constexpr):
     """The gradients of some sources, from the edges out of them."""
     W, DW, TURN = saved
     r, h, there, begin, end = _own(lists, nodes, sizes)
-    sums = tl.zeros([sizes.rows, sizes.width], W.dtype.element_ty)
+    ROWS: tl.constexpr = sizes.rows
+    WIDTH: tl.constexpr = sizes.width
+    sums = tl.zeros([ROWS, WIDTH], W.dtype.element_ty)
     for start in range(0, tl.max(end - begin, 0), sizes.step):
         e, i, o, inside = _edges(lists, begin, end, there, h, start, sizes)
         w = tl.load(W + e * sizes.heads + o, mask=inside, other=0.0)
