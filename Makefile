@@ -81,6 +81,7 @@ test-triton: $(TRITON)/.installed  ## run Triton's kernels in its interpreter, c
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest $(PARALLEL) -rs \
 		tests/ops/test_triton_interpreted.py tests/ops/test_triton_launches.py \
 		tests/ops/test_triton_gated_norm.py tests/ops/test_triton_edge_softmax.py \
+		tests/ops/common/test_static_tables.py \
 		tests/ops/common/test_triton_runtime.py tests/ops/common/test_verdicts.py $(ARGS)
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest $(PARALLEL) \
 		tests/ops/test_host_waits.py tests/ops/test_operators.py \

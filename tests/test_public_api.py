@@ -19,7 +19,7 @@ PUBLIC = {
         *("resolvent_mix", "dag_scan", "stm_scan", "grid_conv", "grid_scan"),
         *("delta_scan", "channel_scan", "k_hop_index", "neighborhood_attention"),
         *("explain", "Choice", "Cost", "warn_above", "CycleError", "structure"),
-        *("unchecked", "portable"),
+        *("unchecked", "portable", "StaticTables"),
         *("selective_scan", "causal_conv1d", "node_score", "node_sequences"),
         *("line_graph", "multitree", "node_order", "householder_product"),
         *("chimera_transition", "released_transition", "balanced_path_transition"),

@@ -18,7 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-__all__ = ["SHARED", "TARGETS", "Build", "Launch", "built", "launches"]
+__all__ = [
+    "SHARED",
+    "TARGETS",
+    "Build",
+    "Launch",
+    "built",
+    "launches",
+    "specializations",
+]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -63,6 +71,23 @@ def launches() -> Iterator[dict[str, Launch]]:
     def note(self, *args, grid, warmup, **options):
         launch = Launch(self, args, options)
         found.setdefault(launch.name, launch)
+
+    run, JITFunction.run = JITFunction.run, note
+    try:
+        yield found
+    finally:
+        JITFunction.run = run
+
+
+@contextmanager
+def specializations() -> Iterator[set[str]]:
+    """Notes what launches would be compiled for, and runs none."""
+    found: set[str] = set()
+    backend = make_backend(TARGETS["sm_90"])
+
+    def note(self, *args, grid, warmup, **options):
+        bind = create_function_from_signature(self.signature, self.params, backend)
+        found.add(f"{self.fn.__name__} {bind(*args, debug=False, **options)[1]}")
 
     run, JITFunction.run = JITFunction.run, note
     try:

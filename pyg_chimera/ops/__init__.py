@@ -18,6 +18,7 @@ from pyg_chimera.ops.common.dispatch import Choice, Cost
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.portability import portable
 from pyg_chimera.ops.common.predicted_time import warn_above
+from pyg_chimera.ops.common.static_tables import StaticTables
 from pyg_chimera.ops.explain import explain
 from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.householder import householder_product
@@ -46,6 +47,7 @@ __all__ = [
     "Choice",
     "Cost",
     "CycleError",
+    "StaticTables",
     "balanced_path_transition",
     "causal_conv1d",
     "channel_scan",

@@ -37,6 +37,10 @@ class _Tables(NamedTuple):
     out_of: _Lists
     most: tuple[int, int]  #: the most edges of a node, in each
 
+    def with_room(self, _: float) -> "_Tables":
+        """Itself: kernels take more edges of a node in more steps."""
+        return self
+
 
 class _Sizes(NamedTuple):
     """What kernels are compiled for."""
@@ -72,7 +76,7 @@ def _tables_of(edge_index: Tensor, num_nodes: int) -> _Tables:
 
 def forward(
     given: Sequence[Any], options: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], _Tables]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor], _Tables]:
     """The weights and what they leave, and what `backward` needs: the weights, by how
     much the total of a row changes with the sum of its weights, over gamma, and its
     logarithm with that of the margin.
@@ -83,14 +87,16 @@ def forward(
     psi, tables = tensors[2], _tables_of(edge_index, len(tensors[2]))
     gamma, margin, wide = options
     weight = psi.new_empty(edge_index.size(1), psi.size(1), dtype=wide)
-    rest, slopes = psi.new_empty(psi.shape), psi.new_empty(2, *psi.shape, dtype=wide)
+    rest = psi.new_empty(psi.shape)
+    # Apart, as kernels are compiled for addresses that are multiples of 16.
+    slopes = tuple(psi.new_empty(psi.shape, dtype=wide) for _ in range(2))
     sizes = _sizes(psi, tables.most[0], tensors[3])._replace(gamma=gamma, margin=margin)
     with on_device_of(psi):
         _forward[_grid(psi, sizes)](
             tuple(tensors), (weight, rest, *slopes), tables.into, len(psi), strides,
             sizes, num_warps=4,
         )  # fmt: skip
-    return (weight, rest), (weight, slopes), tables
+    return (weight, rest), (weight, *slopes), tables
 
 
 def backward(
@@ -98,7 +104,7 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradient of each tensor, None for those that are, and of edges."""
     psi, edge = given[3:]
-    (weight, slopes), (grad, grad_rest) = saved, grads
+    (weight, *slopes), (grad, grad_rest) = saved, grads
     grad = torch.zeros_like(weight) if grad is None else grad.contiguous()
     grad_rest = None if grad_rest is None else grad_rest.contiguous()
     found = [None if x is None else x.new_empty(x.shape) for x in given[1:]]
@@ -242,7 +248,9 @@ def _sources(saved, DSOURCE, lists, nodes, sizes: tl.constexpr):
     """The gradients of some sources, from the edges out of them."""
     W, DW, TURN = saved
     r, h, there, begin, end = _own(lists, nodes, sizes)
-    sums = tl.zeros([sizes.rows, sizes.width], W.dtype.element_ty)
+    ROWS: tl.constexpr = sizes.rows
+    WIDTH: tl.constexpr = sizes.width
+    sums = tl.zeros([ROWS, WIDTH], W.dtype.element_ty)
     for start in range(0, tl.max(end - begin, 0), sizes.step):
         e, i, o, inside = _edges(lists, begin, end, there, h, start, sizes)
         w = tl.load(W + e * sizes.heads + o, mask=inside, other=0.0)

@@ -232,10 +232,7 @@ def _backward(tensors, DY, grads, rows, strides, sizes: tl.constexpr):
     _gradients(tensors, DY, grads, rows, strides, tl.program_id(1), sizes)
 
 
-@triton.jit
-def _rows(X, U):
-    """Rows, perhaps with a factor."""
-    return X, None, None, U, None, None
+# Tuples are written out, as functions of Triton 3.6 return none with a None in it.
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -248,13 +245,19 @@ def _forward_inputs(
     q, k, v, u = strides
     group = tl.program_id(1)
     if group < query.groups:
-        _output(_rows(Q, None), outs[0], rows, (q, 0, 0, 0), group, query)
+        _output(
+            (Q, None, None, None, None, None), outs[0], rows, (q, 0, 0, 0), group, query
+        )
     elif group < query.groups + key.groups:
         group -= query.groups
-        _output(_rows(K, None), outs[1], rows, (k, 0, 0, 0), group, key)
+        _output(
+            (K, None, None, None, None, None), outs[1], rows, (k, 0, 0, 0), group, key
+        )
     else:
         group -= query.groups + key.groups
-        _output(_rows(V, U), outs[2], rows, (v, 0, u, 0), group, value)
+        _output(
+            (V, None, None, U, None, None), outs[2], rows, (v, 0, u, 0), group, value
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -268,18 +271,19 @@ def _backward_inputs(
     group = tl.program_id(1)
     if group < query.groups:
         _gradients(
-            _rows(Q, None), grads[0], _rows(found[0], None), rows, (q, 0, 0, 0), group,
-            query,
+            (Q, None, None, None, None, None), grads[0],
+            (found[0], None, None, None, None, None), rows, (q, 0, 0, 0), group, query,
         )  # fmt: skip
     elif group < query.groups + key.groups:
         group -= query.groups
         _gradients(
-            _rows(K, None), grads[1], _rows(found[1], None), rows, (k, 0, 0, 0), group,
-            key,
+            (K, None, None, None, None, None), grads[1],
+            (found[1], None, None, None, None, None), rows, (k, 0, 0, 0), group, key,
         )  # fmt: skip
     else:
         group -= query.groups + key.groups
         _gradients(
-            _rows(V, U), grads[2], _rows(found[2], found[3]), rows, (v, 0, u, 0), group,
+            (V, None, None, U, None, None), grads[2],
+            (found[2], None, None, found[3], None, None), rows, (v, 0, u, 0), group,
             value,
         )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from asserts import assert_near
 from layers import LAYERS, Layer
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.utils import grid, remove_self_loops
 
 from pyg_chimera import ops
@@ -18,6 +19,7 @@ from pyg_chimera.nn import (
     GraphModel,
     PLSTMConv,
 )
+from pyg_chimera.transforms import PadBatch
 
 pytestmark = [
     pytest.mark.cuda,
@@ -140,3 +142,37 @@ def test_captured_in_a_cuda_graph(mixer: str):
         leaf.copy_(2 * x)
     captured.replay()
     assert_near(out, step(), 1e-5)
+
+
+def test_captured_for_other_graphs():
+    """A step on padded batches, whose tables are copied over those of the first."""
+    torch.manual_seed(0)
+    layer, graphs = MIXERS["ChimeraConv"]().cuda(), []
+    for size in (56, 54, 40, 70):
+        edge_index, _ = remove_self_loops(grid(2, size // 2)[0])
+        graphs.append(Data(x=torch.randn(size, 16), edge_index=edge_index))
+    first, second = (PadBatch(steps=1)(x) for x in (graphs[:2], graphs[2:]))
+    static = first.clone().cuda()
+    leaf = static.x.requires_grad_()
+
+    def step() -> Tensor:
+        with ops.unchecked():
+            out = layer(leaf, static.edge_index, batch=static.batch)
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+        return torch.cat([out.detach(), grad])
+
+    tables = ops.StaticTables(static.edge_index, static.batch, room=2)
+    other, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with tables:
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            step()
+        torch.cuda.current_stream().wait_stream(other)
+        with torch.cuda.graph(graph):
+            out = step()
+    for batch in (second, first):
+        tables.update(batch.edge_index, batch.batch)
+        with torch.no_grad():
+            leaf.copy_(batch.x)
+        graph.replay()
+        assert_near(out, step(), 1e-5)

@@ -13,14 +13,15 @@ from operators import (
     make_case,
 )
 
-from pyg_chimera.ops import edge_softmax, gated_norm
-from pyg_chimera.ops.common import operator, triton_runtime
+from pyg_chimera import nn
+from pyg_chimera.ops import edge_softmax, gated_norm, unchecked
+from pyg_chimera.ops.common import fused, operator, triton_runtime, triton_trial
 
 if triton_runtime.INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)
 pytest.importorskip("triton", reason="needs the extra 'triton': make test-triton")
 
-from triton_aot import SHARED, TARGETS, built, launches
+from triton_aot import SHARED, TARGETS, built, launches, specializations
 
 from pyg_chimera.ops import triton_edge_softmax, triton_gated_norm
 
@@ -127,6 +128,55 @@ def test_large_matrices(found):
             at = launch.kernel.arg_names.index("total")
             args = (*launch.args[:at], 1 << 40, *launch.args[at + 1 :])
             assert built(launch._replace(args=args), "sm_90").spills == 0
+
+
+LAYERS = {
+    "ChimeraConv": lambda **x: nn.ChimeraConv(16, 16, 2, form="mask", **x),
+    "fronts": lambda **x: nn.ChimeraConv(16, 16, 2, solver="sparse", form="state", **x),
+    "ChimeraDAGConv": lambda **x: nn.ChimeraDAGConv(16, 16, 2, 8, form="state", **x),
+    "chunks": lambda **x: nn.ChimeraDAGConv(16, 16, 2, 8, form="chunk", **x),
+    "PLSTMConv": lambda **x: nn.PLSTMConv(16, 16, 2, 8, **x),
+    "GatedDeltaConv": lambda **x: nn.GatedDeltaConv(16, 16, 2, 8, form="state", **x),
+    "delta chunks": lambda **x: nn.GatedDeltaConv(16, 16, 2, 8, form="chunk", **x),
+    "RGLRUConv": lambda **x: nn.RGLRUConv(16, 16, **x),
+    "GraphMambaConv": lambda **x: nn.GraphMambaConv(16, 16, **x),
+}
+
+
+def paths(*sizes, both_ways):
+    """Of so many nodes: the edges, and the batch vector."""
+    first, edges = 0, []
+    for size in sizes:
+        path = torch.arange(first, first + size - 1)
+        edges.append(torch.stack([path, path + 1]))
+        first += size
+    edge_index = torch.cat(edges, 1)
+    if both_ways:
+        edge_index = torch.cat([edge_index, edge_index.flip(0)], 1)
+    graphs = torch.arange(len(sizes))
+    return edge_index, graphs.repeat_interleave(torch.tensor(sizes))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sizes_are_not_compiled_for(name, monkeypatch):
+    """Kernels of a layer serve all batches."""
+    monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
+    monkeypatch.setattr(fused, "_are_ordinary", lambda _, devices: "cuda" in devices)
+    monkeypatch.setattr(triton_trial, "by_triton", lambda _: True)
+    for trial in (gated_norm._TRIAL, edge_softmax._TRIAL):
+        monkeypatch.setattr(trial, "found", {torch.device("cpu"): True})
+    for backend in BACKENDS:
+        monkeypatch.setattr(backend, "DEVICES", ("cuda", "cpu"))
+    layer, found = LAYERS[name](backend="triton"), []
+    for sizes in ((80, 80), (79, 82), (81, 90, 66)):
+        edges, batch = paths(*sizes, both_ways=name in ("ChimeraConv", "fronts"))
+        with specializations() as noted, unchecked():
+            out = layer(torch.ones(sum(sizes), 16), edges, batch=batch)
+            out.sum().backward()
+        found.append(noted)
+    assert len(found[0]) > 0
+    for noted in found[1:]:
+        assert noted == found[0]
 
 
 # ----------------------------------------------------------------------------- on a GPU

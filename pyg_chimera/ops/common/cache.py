@@ -17,6 +17,8 @@ from pyg_chimera.ops.common.checks import setting, trusted
 from pyg_chimera.ops.common.torch_private import without_transforms
 
 _EAGER: ContextVar[bool] = ContextVar("eager", default=False)
+#: What has the structures of a step that is captured, in place of the cache.
+STATIC: ContextVar[Any] = ContextVar("static", default=None)
 
 
 def called_eagerly() -> AbstractContextManager[None]:
@@ -170,6 +172,22 @@ class Recipe(NamedTuple):
     tensors: Sequence[Tensor | None]
     options: tuple = ()
 
+    def found(self) -> tuple[Any, str]:
+        """The structure, made unless it is cached, and its key in the cache.
+
+        In `StaticTables`, without a key, as contents are to change.
+        """
+        static = STATIC.get()
+        if static is None:
+            key = self.key()
+            return recalled(key, self.build), key
+        if not _EAGER.get():
+            raise ValueError(
+                "'StaticTables' do not take compiled models, which read graphs on the "
+                "host at each call; capture the model itself"
+            )
+        return static.structure(self), ""
+
     def key(self) -> str:
         """A digest of everything that the structure depends on."""
         with without_transforms():  # graphs are not transformed
@@ -191,8 +209,7 @@ class Recipe(NamedTuple):
 
 def remembered(make: Callable, tensors: Sequence[Tensor | None], *options: Any) -> Any:
     """`make(*tensors, *options)`, cached by the contents of the tensors."""
-    recipe = Recipe(make, tensors, options)
-    return recalled(recipe.key(), recipe.build)
+    return Recipe(make, tensors, options).found()[0]
 
 
 def recalled(key: str, make: Callable[[], Any]) -> Any:
@@ -213,6 +230,20 @@ def table(
     key = (make, device, *options)
     if key not in structure.tables:
         with torch.inference_mode(False):
-            made = structure.tables[key] = make(structure, device, *options)
+            made = make(structure, device, *options)
+        if "room" in structure.tables:
+            made = roomy(made, structure.tables["room"])
+        structure.tables[key] = made
         _CACHE.grow(structure, made)
     return structure.tables[key]
+
+
+def roomy(made: Any, room: float) -> Any:
+    """What was made of a graph, with room for what is made of a larger one."""
+    if not hasattr(made, "with_room"):
+        raise ValueError(
+            f"'StaticTables' cannot replace '{type(made).__name__}', which this step "
+            "needs; they take ChimeraConv on small graphs only, with form='mask' and "
+            "backend='triton'. Capture a step for each graph"
+        )
+    return made.with_room(room)

@@ -193,8 +193,8 @@ class Operator(Generic[Inputs, Structure]):
     def plan(self, inputs: Inputs) -> Call[Inputs, Structure]:
         """Makes the structure of a call and chooses the algorithm."""
         recipe = self.recipe(inputs)
-        key = "" if recipe is None else recipe.key()
-        structure: Any = recipe and recalled(key, recipe.build)
+        structure: Any
+        structure, key = (None, "") if recipe is None else recipe.found()
         inputs = self.in_one_dtype(inputs)
         if not is_transforming():  # where contents cannot be read
             self.check(inputs, structure)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common.cache import STATIC
+from pyg_chimera.ops.common.checks import setting
 
 
 def by_triton(x: Tensor) -> bool:
@@ -47,7 +49,11 @@ class Trial:
             elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False
             else:
-                with torch.enable_grad(), torch.inference_mode(False):
+                with (
+                    torch.enable_grad(),
+                    torch.inference_mode(False),
+                    setting(STATIC, None),
+                ):
                     self.found[device] = self.tried(device)
         return self.found[device]
 

@@ -1,6 +1,6 @@
 """The symbolic factorisation of I - A for a batch of graphs, and its blocks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,6 +61,10 @@ class Blocks:
     def sizes(self) -> np.ndarray:
         """The number of nodes of each block."""
         return np.diff(self.ptr)
+
+    def with_room(self, room: float) -> "Blocks":
+        """The same, whose tables are made with room for those of larger graphs."""
+        return replace(self, tables={"room": room})
 
 
 @dataclass(frozen=True, kw_only=True)

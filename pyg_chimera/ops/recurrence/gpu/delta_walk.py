@@ -200,7 +200,9 @@ def _walk(
         base, ring = ring_of(chains.ring_ptr, c)
     first_slot = (z.to(tl.int64) * HEADS + h) * slots + base
     held = _numbers(HELD + first_slot * SIZE, sizes)
-    zeros = tl.zeros([sizes.columns, sizes.rows], V.dtype.element_ty)
+    COLUMNS: tl.constexpr = sizes.columns
+    ROWS: tl.constexpr = sizes.rows
+    zeros = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
     S, g = zeros, h // (HEADS // sizes.groups)  # the last position's state
     begin, end = bounds(chains.ptr, c)
     for i in range(begin, end):
@@ -257,7 +259,9 @@ def _walk_back(
     first_slot = (z.to(tl.int64) * HEADS + h) * rings + base
     held = _numbers(RING + first_slot * SIZE, sizes)
     begin, end = bounds(chains.ptr, tl.program_id(0) // HEADS)
-    D = tl.zeros([sizes.columns, sizes.rows], Q.dtype.element_ty)  # S'* of the next one
+    COLUMNS: tl.constexpr = sizes.columns
+    ROWS: tl.constexpr = sizes.rows
+    D = tl.zeros([COLUMNS, ROWS], Q.dtype.element_ty)  # S'* of the next one
     g = h // (HEADS // sizes.groups)
     for back in range(0, end - begin):
         i = end - 1 - back

@@ -363,7 +363,8 @@ def _sweep_down(
     first, tiles = tl.load(fronts.first + x), tl.cdiv(size, TILE)
     lane, there = _lanes(sizes)
     o = tl.arange(0, TILE)
-    new = tl.zeros([TILE, sizes.lanes], F.dtype.element_ty)
+    LANES: tl.constexpr = sizes.lanes
+    new = tl.zeros([TILE, LANES], F.dtype.element_ty)
     for j in range(0, tiles):
         c = j * TILE + o
         own = (c < pivots)[:, None] & there[None, :]

@@ -21,6 +21,7 @@ begins at its offset and has n rows of length `width`, both rounded up to whole 
 Tables map positions to the rows of inputs and outputs.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 #: Rows and columns of a tile. Tiles of 64 do not fit in the registers.
 TILE = 32
+#: The most columns of a matrix that is inverted by rows.
+LANES = 512
 #: Channels at a time: of the inputs of scores, and of what scores are multiplied with.
 _STEP, _WIDTH = 32, 64
 #: Kernel options: no prefetching of loads, as the products need the registers.
@@ -108,6 +111,19 @@ class Masks(NamedTuple):
     def layout(self) -> "Masks":
         """The tables alone: what kernels read, and are not compiled for."""
         return self._replace(total=0, tiles=0)
+
+    def with_room(self, room: float) -> "Masks":
+        """The same for larger matrices; those of few rows remain such."""
+        tiles, few = math.ceil(room * self.tiles), LANES // TILE
+        if self.tiles <= few:
+            tiles = min(tiles, few)
+        total = math.ceil(room * self.total / TILE**2) * TILE**2  # aligned
+        return self._replace(total=total, tiles=tiles)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """What launches depend on beside the sizes of tables."""
+        return self.total, self.tiles
 
     def programs(self, heads: int) -> tuple[int, int]:
         """One program per block and head, and per row of tiles of the largest block."""

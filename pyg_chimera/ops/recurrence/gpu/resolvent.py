@@ -161,10 +161,7 @@ def _resolvents(call: Call) -> Tensor:
     from pyg_chimera.ops.recurrence.gpu import mask, sparse_inverse
 
     masks, structure, weight = _masks(call), call.structure, call.inputs.edge_weight
-    if (
-        isinstance(structure, SymbolicFactor)
-        and structure.sizes.max(initial=0) <= sparse_inverse.LANES
-    ):
+    if isinstance(structure, SymbolicFactor) and mask.TILE * masks.tiles <= mask.LANES:
         options = (weight.device, sparse_inverse.ROWS)
         groups = table(RowGroups.of, structure, *options)
         if sparse_inverse.pays(masks, groups):

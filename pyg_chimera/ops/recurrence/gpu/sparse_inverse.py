@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import on_device_of
-from pyg_chimera.ops.recurrence.gpu.mask import TILE, Masks, block, negated
+from pyg_chimera.ops.recurrence.gpu.mask import LANES, TILE, Masks, block, negated
 from pyg_chimera.ops.recurrence.plan.row_groups import RowGroups
 
-#: The most columns of a matrix, and rows at a time.
-LANES, ROWS = 512, 4
+#: Rows at a time.
+ROWS = 4
 #: Kernel options: no prefetching, as loads must not precede the stores they depend on.
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 

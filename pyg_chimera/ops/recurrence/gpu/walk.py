@@ -157,7 +157,9 @@ def _walk_down(operands, Y, RING, chains, num_states, rings, sizes: tl.constexpr
     first_slot = (z.to(tl.int64) * HEADS + h) * rings + base
     held = RING + first_slot * SIZE + _entries(sizes)
     # The last position's state.
-    H = tl.zeros([sizes.rows, sizes.columns], Q.dtype.element_ty)
+    ROWS: tl.constexpr = sizes.rows
+    COLUMNS: tl.constexpr = sizes.columns
+    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)
     begin, end = bounds(chains.ptr, c)
     for i in range(begin, end):
         node = tl.load(chains.node + i).to(tl.int64)
@@ -202,7 +204,9 @@ def _walk_down_and_up(
     held = memory[1] + first_slot * SIZE + _entries(sizes)
     begin, end = bounds(chains.ptr, c)
 
-    zeros = tl.zeros([sizes.rows, sizes.columns], Q.dtype.element_ty)
+    ROWS: tl.constexpr = sizes.rows
+    COLUMNS: tl.constexpr = sizes.columns
+    zeros = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)
     H = zeros  # the last position's state
     for i in range(begin, end):
         node = tl.load(chains.node + i).to(tl.int64)

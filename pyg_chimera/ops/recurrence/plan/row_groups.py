@@ -1,5 +1,6 @@
 """The elimination of sparse matrices by rows, several at a time."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -72,3 +73,14 @@ class RowGroups(NamedTuple):
     def layout(self) -> "RowGroups":
         """The tables alone: what kernels read, and are not compiled for."""
         return self._replace(longest=0)
+
+    def with_room(self, room: float) -> "RowGroups":
+        """The same, with room for more rows and entries."""
+
+        def more(x: Tensor) -> Tensor:
+            wanted = math.ceil(room * len(x))
+            return torch.cat([x, x.new_full((wanted - len(x), *x.shape[1:]), -1)])
+
+        longest = math.ceil(room * self.longest)
+        tables = map(more, self[1:-1])
+        return RowGroups(self.ptr, *tables, longest)  # type: ignore[call-arg, arg-type]
