@@ -60,8 +60,6 @@ class GatedBlock(Mixer):
         *,
         edge_dim: int | None = None,
         gated: bool = True,
-        bias: bool = True,
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -70,23 +68,14 @@ class GatedBlock(Mixer):
         )
         self.heads, _, _ = check_heads(self.out_channels, heads)
         check_flag("gated", gated)
-        check_flag("bias", bias)
+        check_flag("bias", self.bias)
         self.gated = gated
-        self.bias = bias
-        self.backend = backend
         self.num_dags = 1
         self.local_weight: Parameter | None = None
 
     def add_filter(self, channels: int, *taps: int) -> None:
         """Adds a local filter for each of the channels of the projections."""
         self.local_weight = Parameter(torch.empty(channels, *taps))
-
-    def reset_parameters(self) -> None:
-        r"""Resets all learnable parameters of the module."""
-        super().reset_parameters()
-        for lin in self.children():
-            if isinstance(lin, Linear):
-                lin.reset_parameters()
 
     def along_halves(
         self,
