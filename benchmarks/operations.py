@@ -94,27 +94,35 @@ def launches() -> Iterator[Counter[str]]:
     from triton.runtime.interpreter import GridExecutor
 
     found: Counter[str] = Counter()
-    run, plain = GridExecutor.__call__, operator._plain
+    run = GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         found[f"triton {self.fn.__name__}"] += 1
         with _disable_current_modes():
             return run(self, *args, **kwargs)
 
-    @contextmanager
-    def watched(inputs: Any) -> Iterator[None]:  # a mode does not see into an operator
-        with plain(inputs), _Computing(found):
-            yield
-
     with (
         patch.object(GridExecutor, "__call__", launch),
-        patch.object(operator, "_plain", watched),
         # What surrounds operators is computed as on a GPU.
         patch.object(fused, "_are_ordinary", lambda _, devices: "cuda" in devices),
         patch.object(triton_trial, "by_triton", lambda _: True),
-        _Computing(found),
+        within_operators(partial(_Computing, found)),
     ):
         yield found
+
+
+@contextmanager
+def within_operators(mode: Callable[[], TorchDispatchMode]) -> Iterator[None]:
+    """A dispatch mode that also sees what registered operators call."""
+    plain = operator._plain
+
+    @contextmanager
+    def watched(inputs: Any) -> Iterator[None]:
+        with plain(inputs), mode():
+            yield
+
+    with patch.object(operator, "_plain", watched), mode():
+        yield
 
 
 def _is_operation(event: Any) -> bool:

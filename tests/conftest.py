@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 SHARED = Path(
     os.environ.get("PYG_CHIMERA_SHARED", Path(__file__).parents[2] / "shared")
 )
+
+# Where `host_waits` finds how to look into operators.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 # Choices are tested as they are without what `pyg_chimera.calibrate` has kept.
 os.environ["PYG_CHIMERA_CALIBRATION"] = "0"

@@ -7,13 +7,13 @@ within the registered operators, and methods that copy are patched.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from operations import within_operators
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from pyg_chimera.ops.common import operator
 
 __all__ = ["host_waits"]
 
@@ -56,12 +56,6 @@ def host_waits() -> Iterator[set[str]]:
     Headers from pass to pass, bytes, lie on the CPU in any case.
     """
     found: set[str] = set()
-    plain = operator._plain
-
-    @contextmanager
-    def watched(inputs: Any) -> Iterator[None]:
-        with plain(inputs), _Watch(found):  # a mode does not see into an operator
-            yield
 
     def noted(name: str, function: Any) -> Any:
         def call(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,8 +65,8 @@ def host_waits() -> Iterator[set[str]]:
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch, _Watch(found):
-        patch.setattr(operator, "_plain", watched)
+    watched = within_operators(partial(_Watch, found))
+    with pytest.MonkeyPatch.context() as patch, watched:
         for name in ("cpu", "numpy", "tolist"):
             method = noted(name, getattr(torch.Tensor, name))
             patch.setattr(torch.Tensor, name, method)

@@ -24,7 +24,6 @@ from pyg_chimera.ops.common.checks import (
 from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.edges import edges_of
 from pyg_chimera.ops.structure.grid import grid_sizes
-from pyg_chimera.ops.structure.node_order import Halves, dag_halves
 
 __all__ = [
     "TakesTensors",
@@ -42,9 +41,9 @@ __all__ = [
     "edge_features",
     "edges_of",
     "for_each_dag",
-    "halves_of",
     "has_edge_mask",
     "heads_of",
+    "may_be_divided",
     "named",
     "plain_edges",
     "side_by_side",
@@ -397,27 +396,13 @@ def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
     return list(zip(*lists, strict=True))
 
 
-def halves_of(
-    layer: Any, edge_index: Any, edge_attr: Any, num_nodes: int
-) -> tuple[Halves, Tensor, Tensor | None] | None:
-    """The two DAGs of a graph with cycles, if `order="auto"`, its edges and features.
-
-    None for a DAG, and while code is compiled, as sizes of DAGs are then unknown.
+def may_be_divided(layer: Any, edge_index: Any) -> bool:
+    """Whether `order="auto"` divides a graph into two DAGs if it has cycles: not while
+    code is compiled, as sizes of DAGs are then unknown.
     """
     several = layer.num_dags > 1 or isinstance(edge_index, (list, tuple))
     fixed = torch.compiler.is_compiling() or is_portable()
-    if layer.order != "auto" or several or fixed:
-        return None
-    # To which end edges lead does not matter here.
-    index, attr = as_edges(
-        edge_index, edge_attr, num_nodes, "source_to_target", layer.edge_dim
-    )
-    halves = dag_halves(index, num_nodes)
-    if halves.later.numel() == index.size(1):
-        return None
-    if layer.edge_dim is not None:
-        attr = edge_features(attr, layer.edge_dim, index.size(1))
-    return halves, index, attr
+    return layer.order == "auto" and not (several or fixed)
 
 
 def _is_numbers(x: Sequence) -> bool:

@@ -8,6 +8,7 @@ from torch_geometric.utils import scatter
 
 from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.ops.common.torch_private import is_followed
+from pyg_chimera.ops.structure.node_sequences import dense_rank
 
 __all__ = ["GraphBatchNorm"]
 
@@ -114,7 +115,7 @@ class GraphBatchNorm(BatchNorm):
             var, mean = torch.var_mean(rows, dim=0, correction=0, keepdim=True)
             index = batch
         else:
-            index = _consecutive(batch)
+            index = dense_rank(batch)
 
             def means(values: Tensor) -> Tensor:
                 return scatter(values, index, dim_size=x.size(0), reduce="mean")
@@ -128,15 +129,8 @@ class GraphBatchNorm(BatchNorm):
         gap = mean - self.module.running_mean
         mean = self.module.running_mean + share * gap
         var = self.module.running_var.to(rows.dtype).lerp(var, share)
-        scale = (var + share * (1 - share) * gap.square() + self.module.eps).rsqrt()
-        if self.module.affine:
-            scale = scale * self.module.weight
-        if index is not None:
-            mean, scale = mean[index], scale[index]
-        out = (rows - mean) * scale
-        if self.module.affine:
-            out = out + self.module.bias
-        return out.to(x.dtype)
+        var = var + share * (1 - share) * gap.square()
+        return _normalized(self.module, rows, mean, var, index).to(x.dtype)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any
@@ -187,21 +181,24 @@ def masked_norm(norm: torch.nn.Module, x: Tensor, mask: Tensor | None) -> Tensor
             weight = weight / bn.num_batches_tracked.clamp(min=1)
         for new, running in zip(found, (bn.running_mean, bn.running_var), strict=True):
             running.add_(weight * (new - running))
-    out = (rows - mean) * (var + bn.eps).rsqrt()
+    return _normalized(bn, rows, mean, var).to(x.dtype)
+
+
+def _normalized(
+    bn: Any, rows: Tensor, mean: Tensor, var: Tensor, graph: Tensor | None = None
+) -> Tensor:
+    """Rows after batch norm by a mean and a variance, or by those of their graphs."""
+    scale = (var + bn.eps).rsqrt()
     if bn.affine:
-        out = out * bn.weight + bn.bias
-    return out.to(x.dtype)
+        scale = scale * bn.weight
+    if graph is not None:
+        mean, scale = mean[graph], scale[graph]
+    out = (rows - mean) * scale
+    return out + bn.bias if bn.affine else out
 
 
 def _num_graphs(batch: Tensor) -> Tensor:
     """The number of graphs that have rows."""
     if batch.is_cpu and not is_followed():  # counting is faster than sorting
         return torch.bincount(batch).count_nonzero()
-    return _consecutive(batch).max() + 1
-
-
-def _consecutive(batch: Tensor) -> Tensor:
-    """Renumbers graphs from zero, leaving out empty ones, without a device read."""
-    ordered, order = batch.sort()
-    number = (ordered != ordered.roll(1)).cumsum(0)
-    return torch.empty_like(order).scatter(0, order, number - number[:1])
+    return dense_rank(batch).max() + 1

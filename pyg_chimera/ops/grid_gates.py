@@ -94,6 +94,13 @@ class _Gates(NamedTuple):
     direct: np.ndarray
 
 
+class _Columns(NamedTuple):
+    """What belongs to a column of `rows`."""
+
+    bias: np.ndarray  #: or its gradient, of each task
+    scale: np.ndarray  #: before the sigmoid: tanh(5 z) = 2 sigmoid(10 z) - 1
+
+
 class _Size(NamedTuple):
     nodes: int
     dags: int
@@ -110,8 +117,9 @@ def _forward(
     shapes = (dags, 2, heads), (dags, 2, 2, heads), (dags, 2, heads), (heads,)
     outs = tuple(rows.new_empty(nodes, *shape) for shape in shapes)
     sigmoids = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    given = as_array(rows), as_array(bias).reshape(-1), _scale(bias, layout)
-    _run(_forward_tasks, rows, bias, layout, *given, as_array(sigmoids), outs)
+    columns = _columns(bias, layout, as_array(bias).reshape(-1))
+    arrays = as_array(rows), columns, as_array(sigmoids)
+    _run(_forward_tasks, rows, bias, layout, *arrays, outs)
     return outs, (sigmoids,), None
 
 
@@ -121,15 +129,15 @@ def _backward(
     (rows, bias), (sigmoids,) = given, saved
     d_rows = torch.empty_like(sigmoids)
     d_bias = rows.new_zeros(-(-len(rows) // _NODES), bias.numel())
-    arrays = _scale(bias, layout), *map(as_array, (sigmoids, d_rows, d_bias))
+    columns = _columns(bias, layout, as_array(d_bias))
+    arrays = as_array(sigmoids), columns, as_array(d_rows)
     _run(_backward_tasks, rows, bias, layout, *arrays, grads)
     return [d_rows, d_bias.sum(0).view_as(bias)]
 
 
-def _scale(bias: Tensor, layout: Layout) -> np.ndarray:
-    """Factors of columns before the sigmoid: tanh(5 z) = 2 sigmoid(10 z) - 1."""
-    scale = np.repeat([1, 1, 1, 10, 1], layout.kinds).astype(as_array(bias).dtype)
-    return np.tile(scale, len(bias))
+def _columns(bias: Tensor, layout: Layout, of_bias: np.ndarray) -> _Columns:
+    scale = np.repeat([1, 1, 1, 10, 1], layout.kinds).astype(of_bias.dtype)
+    return _Columns(of_bias, np.tile(scale, len(bias)))
 
 
 def _run(kernel: Any, rows: Tensor, bias: Tensor, layout: Layout, *others: Any) -> None:
@@ -141,9 +149,10 @@ def _run(kernel: Any, rows: Tensor, bias: Tensor, layout: Layout, *others: Any) 
 
 
 @jit
-def _forward_tasks(first, last, stop, _, size, rows, bias, scale, sigmoids, gates):
+def _forward_tasks(first, last, stop, _, size, rows, columns, sigmoids, gates):
     width, real = rows.shape[1], rows.dtype.type
-    R, B, F, P = pointer(rows), pointer(bias), pointer(scale), pointer(sigmoids)
+    R, P = pointer(rows), pointer(sigmoids)
+    B, F = pointer(columns.bias), pointer(columns.scale)
     one, step = splat(real(1)), lanes(R)
     for task in range(first, last):
         if stopped(stop):
@@ -210,9 +219,10 @@ def _is_right(k, size):
 
 
 @jit
-def _backward_tasks(first, last, stop, _, size, scale, sigmoids, d_rows, d_bias, grads):
+def _backward_tasks(first, last, stop, _, size, sigmoids, columns, d_rows, grads):
     width, real = sigmoids.shape[1], sigmoids.dtype.type
-    F, P, R, B = pointer(scale), pointer(sigmoids), pointer(d_rows), pointer(d_bias)
+    R, P = pointer(d_rows), pointer(sigmoids)
+    B, F = pointer(columns.bias), pointer(columns.scale)
     one, step = splat(real(1)), lanes(P)
     for task in range(first, last):
         if stopped(stop):

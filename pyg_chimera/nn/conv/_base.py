@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import (
     TakesTensors,
@@ -64,6 +65,8 @@ class Mixer(Layer, MessagePassing):
     nodes are joined by operators over the whole graph.
 
     Args:
+        bias (bool, optional): Whether projections have an additive bias.
+        backend (str, optional): That of the operators.
         **kwargs (optional): Arguments of :class:`MessagePassing`, :obj:`aggr` and
             :obj:`node_dim` excepted.
     """
@@ -75,8 +78,19 @@ class Mixer(Layer, MessagePassing):
         super().__init_subclass__(**kwargs)
         cls.__signature__ = inspect.Signature(all_parameters(cls))
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(
+        self, *, bias: bool = True, backend: str = "auto", **kwargs: Any
+    ) -> None:
         super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
+        self.bias = bias
+        self.backend = backend
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        for lin in self.children():
+            if isinstance(lin, Linear):
+                lin.reset_parameters()
 
     def explained(self, passed: Tensor, num_nodes: int) -> Tensor:
         """Multiplies values of edges by an explainer's edge mask, if there is one."""

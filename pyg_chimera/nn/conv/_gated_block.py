@@ -17,8 +17,8 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     check_inputs,
     edge_features,
-    halves_of,
     has_edge_mask,
+    may_be_divided,
 )
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._base import Mixer
@@ -36,6 +36,7 @@ from pyg_chimera.ops.common.checks import check_flag, check_option
 from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.dag_filter import dag_filter
 from pyg_chimera.ops.gated_norm import gated_inputs, gated_output
+from pyg_chimera.ops.structure.node_order import dag_halves
 
 __all__ = ["ChimeraBlock", "GatedBlock", "Projected"]
 
@@ -60,8 +61,6 @@ class GatedBlock(Mixer):
         *,
         edge_dim: int | None = None,
         gated: bool = True,
-        bias: bool = True,
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -70,23 +69,14 @@ class GatedBlock(Mixer):
         )
         self.heads, _, _ = check_heads(self.out_channels, heads)
         check_flag("gated", gated)
-        check_flag("bias", bias)
+        check_flag("bias", self.bias)
         self.gated = gated
-        self.bias = bias
-        self.backend = backend
         self.num_dags = 1
         self.local_weight: Parameter | None = None
 
     def add_filter(self, channels: int, *taps: int) -> None:
         """Adds a local filter for each of the channels of the projections."""
         self.local_weight = Parameter(torch.empty(channels, *taps))
-
-    def reset_parameters(self) -> None:
-        r"""Resets all learnable parameters of the module."""
-        super().reset_parameters()
-        for lin in self.children():
-            if isinstance(lin, Linear):
-                lin.reset_parameters()
 
     def along_halves(
         self,
@@ -98,15 +88,22 @@ class GatedBlock(Mixer):
         """The mean of the outputs along the two DAGs into which a graph with cycles is
         divided; None for a DAG, or where the option `order` says so.
         """
-        found = halves_of(self, edge_index, edge_attr, x.size(0))
-        if found is None:
+        if not may_be_divided(self, edge_index):
             return None
+        # To which end edges lead does not matter here.
+        index, attr = as_edges(
+            edge_index, edge_attr, x.size(0), "source_to_target", self.edge_dim
+        )
+        halves = dag_halves(index, x.size(0))
+        if halves is None:
+            return None
+        if self.edge_dim is not None:
+            attr = edge_features(attr, self.edge_dim, index.size(1))
         if self.explain:
             raise ValueError(
                 f"Edge masks explain a {type(self).__name__} on DAGs only, as it "
                 "divides a graph with cycles into two; use 'ChimeraConv' or 'PLSTMConv'"
             )
-        halves, index, attr = found
 
         def along(ids: Tensor) -> Tensor:
             own = None if attr is None else attr[ids]

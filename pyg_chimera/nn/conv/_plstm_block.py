@@ -48,9 +48,7 @@ class PLSTMBlock(Mixer):
         normalization: str = "column",
         gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
         reach: tuple[float, float] | None = (4.0, 64.0),
-        bias: bool = True,
         form: str = "auto",
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -77,8 +75,6 @@ class PLSTMBlock(Mixer):
         self.gate_biases = tuple(gate_biases)
         self.reach = reach
         self.form = form
-        self.backend = backend
-        self.bias = bias
 
     def add_parameters(
         self, num_dags: int, biased: Sequence[int], columns: int
@@ -104,9 +100,6 @@ class PLSTMBlock(Mixer):
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
-        for lin in self.children():
-            if isinstance(lin, Linear):
-                lin.reset_parameters()
         # Initially, gates are the same for all nodes.
         source, mark, direct = self.gate_biases
         parts = self.gate_bias.data.split(self._biased, dim=1)

@@ -22,6 +22,7 @@ from pyg_chimera.nn._renamed import renamed
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.nn.conv._projection import projected
+from pyg_chimera.nn.conv._window import Continued
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
 from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.ops.structure import ORDERS
@@ -383,21 +384,16 @@ class _Scan(torch.nn.Module):
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The output for one more node per sequence; the state includes last inputs."""
-        kernel = self.conv_weight
-        if state is None:
-            recent = x.new_zeros(*x.shape, kernel.size(1))
-            hidden = x.new_zeros(*x.shape, self.A_log.size(1))
-        else:
-            recent, hidden = state
-        recent = torch.cat([recent[..., 1:], x.unsqueeze(2)], dim=2)
-        u = F.silu((recent * kernel).sum(2) + self.conv_bias)
+        seen, hidden = (None, 0.0) if state is None else state
+        window = Continued(self.conv_weight.unsqueeze(1), seen)
+        u = F.silu(window(x) + self.conv_bias)
         states = self.lin_states(u.to(self.D.dtype))
         delta, B, C = states.split(self._parts, dim=1)
         delta = F.softplus(at_least_float32(self.lin_delta(delta))).unsqueeze(2)
         decay = torch.exp(-delta * torch.exp(at_least_float32(self.A_log)))
         hidden = decay * hidden + delta * B.unsqueeze(1) * u.unsqueeze(2)
         y = (hidden * C.unsqueeze(1)).sum(2) + self.D * u
-        return y, (recent, hidden)
+        return y, (window.seen, hidden)
 
 
 class _Take(torch.autograd.Function):

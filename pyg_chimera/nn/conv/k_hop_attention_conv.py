@@ -108,8 +108,6 @@ class KHopAttentionConv(Mixer):
         groups: int | None = None,
         rotary: bool = False,
         edge_dim: int | None = None,
-        bias: bool = True,
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -134,9 +132,8 @@ class KHopAttentionConv(Mixer):
         self.groups = groups
         self.rotary = rotary
         self.edge_dim = edge_dim
-        self.backend = backend
 
-        shared = out_channels // heads * groups
+        shared, bias = out_channels // heads * groups, self.bias
         self.lin_query = glorot_linear(in_channels, out_channels, bias)
         self.lin_key = glorot_linear(in_channels, shared, bias)
         self.lin_value = glorot_linear(in_channels, shared, bias)
@@ -150,9 +147,6 @@ class KHopAttentionConv(Mixer):
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
-        for module in self.children():
-            if isinstance(module, Linear):
-                module.reset_parameters()
         torch.nn.init.zeros_(self.hop_bias)
 
     def forward(

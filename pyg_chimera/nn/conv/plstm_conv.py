@@ -17,8 +17,8 @@ from pyg_chimera.nn._inputs import (
     check_inputs,
     edge_features,
     for_each_dag,
-    halves_of,
     has_edge_mask,
+    may_be_divided,
 )
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
@@ -32,6 +32,7 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.common.memory import check_memory
 from pyg_chimera.ops.structure.line_graph import check_line_edges, ordered_dags
+from pyg_chimera.ops.structure.node_order import dag_halves
 
 __all__ = ["PLSTMConv"]
 
@@ -265,20 +266,26 @@ class PLSTMConv(PLSTMBlock):
         """
         check_inputs(x, self.in_channels, batch)
         num_nodes, order = x.size(0), self.order
-        if order in (None, "auto"):
-            is_dag = line_edge_index is not None or (
-                halves_of(self, edge_index, edge_attr, num_nodes) is None
-            )
-            order = None if is_dag else order
-        elif line_edge_index is not None:
+        if order not in (None, "auto") and line_edge_index is not None:
             raise ValueError(
                 f"'line_edge_index' must be None with order={order!r}, which makes its "
                 f"own DAGs, got {type(line_edge_index).__name__}"
             )
+        given = [
+            (*self._edges(index, attr, num_nodes), line)
+            for index, attr, line in for_each_dag(
+                self.num_dags, edge_index=edge_index, edge_attr=edge_attr,
+                line_edge_index=line_edge_index,
+            )
+        ]  # fmt: skip
+        if order == "auto":
+            may_be = line_edge_index is None and may_be_divided(self, edge_index)
+            is_dag = not may_be or dag_halves(given[0][0], num_nodes) is None
+            order = None if is_dag else order
         if order is None:
-            dags = self._given(num_nodes, edge_index, edge_attr, line_edge_index)
+            dags = self._given(num_nodes, given)
         else:
-            dags = self._ordered(num_nodes, order, edge_index, edge_attr)
+            dags = self._ordered(num_nodes, order, *given[0][:2])
         nodes = self.project(x)
         query, key, value = self.query_key_value(nodes)
         index, D = dags.edge_index, dags.number
@@ -289,21 +296,21 @@ class PLSTMConv(PLSTMBlock):
         )  # fmt: skip
         return self.output(y, x)
 
-    def _given(
-        self,
-        num_nodes: int,
-        edge_index: Adj | Sequence[Adj],
-        edge_attr: Tensor | Sequence[Tensor] | None,
-        line_edge_index: Tensor | Sequence[Tensor] | None,
-    ) -> _DAGs:
-        """The given DAGs."""
-        indices, lines, attrs = [], [], []
-        num_edges = 0
-        for index, attr, line in for_each_dag(
-            self.num_dags, edge_index=edge_index, edge_attr=edge_attr,
-            line_edge_index=line_edge_index,
-        ):  # fmt: skip
-            index, attr = as_edges(index, attr, num_nodes, self.flow, self.edge_dim)
+    def _edges(
+        self, edge_index: Adj, edge_attr: Tensor | None, num_nodes: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The checked edges of a graph, and the features that are read."""
+        index, attr = as_edges(
+            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
+        )
+        if self.lin_edge is not None:
+            attr = edge_features(attr, self.edge_dim, index.size(1))
+        return index, attr
+
+    def _given(self, num_nodes: int, given: list[tuple]) -> _DAGs:
+        """The given DAGs, of their edges, features and line edges."""
+        indices, lines, num_edges = [], [], 0
+        for index, _, line in given:
             if line is None:
                 line = line_graph(index, num_nodes).edge_index
             else:
@@ -315,8 +322,6 @@ class PLSTMConv(PLSTMBlock):
                     check_line_edges(line, index.size(1))
                 line = line.long()
                 line = line.flip(0) if self.flow == "target_to_source" else line
-            if self.lin_edge is not None:
-                attrs.append(edge_features(attr, self.edge_dim, index.size(1)))
             if self.num_dags > 1:  # else keep the tensors: graphs are known by them
                 line = line + num_edges
             indices.append(index)
@@ -325,22 +330,17 @@ class PLSTMConv(PLSTMBlock):
         if self.num_dags > 1:
             copies = [x * self.num_dags + d for d, x in enumerate(indices)]
             index, line = torch.cat(copies, dim=1), torch.cat(lines, dim=1)
-        edges = torch.cat(attrs) if attrs else None
+        edges = None
+        if self.lin_edge is not None:
+            edges = torch.cat([attr for _, attr, _ in given])
         line, kept = self._pruned(line, num_edges)
         return _DAGs(self.num_dags, index, line, kept, edges, self._mask(index))
 
     def _ordered(
-        self, num_nodes: int, order: str, edge_index: Any, edge_attr: Any
+        self, num_nodes: int, order: str, index: Tensor, attr: Tensor | None
     ) -> _DAGs:
         """Two DAGs, of the edges to later and to earlier nodes, and turns."""
-        index, attr = as_edges(
-            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
-        )
         mask = self._mask(index)
-        if self.lin_edge is None:
-            attr = None
-        else:
-            attr = edge_features(attr, self.edge_dim, index.size(1))
         index, edge, line = ordered_dags(index, num_nodes, order, self.turns)
         attr, mask = (y if y is None else y.index_select(0, edge) for y in (attr, mask))
         return _DAGs(2, index, *self._pruned(line, index.size(1)), attr, mask)

@@ -53,9 +53,9 @@ class DifferentialAttentionConv(ResetsAll, KHopAttentionConv):
         super().__init__(in_channels, out_channels, heads, k, rotary=rotary, **kwargs)
         whole, pairs = self.out_channels // self.heads, 2 if rotary else 1
         size, maps = -(-whole // (2 * pairs)) * pairs, 2 * self.heads
-        bias = self.lin_query.bias is not None
-        self.lin_query = glorot_linear(self.in_channels, maps * size, bias)
-        self.lin_key = glorot_linear(self.in_channels, 2 * self.groups * size, bias)
+        shared = 2 * self.groups * size
+        self.lin_query = glorot_linear(self.in_channels, maps * size, self.bias)
+        self.lin_key = glorot_linear(self.in_channels, shared, self.bias)
         self.hop_bias = Parameter(torch.empty(self.k + 1, maps))
         if self.lin_edge is not None:
             self.lin_edge = glorot_linear(self.lin_edge.in_channels, maps, False)
@@ -165,9 +165,9 @@ class LatentAttentionConv(ResetsAll, KHopAttentionConv):
         if latent_channels is None:
             latent_channels = max(1, self.out_channels // 4)
         self.latent_channels = check_integer("latent_channels", latent_channels, 1)
-        shared, bias = self.lin_key.out_channels, self.lin_key.bias is not None
-        self.lin_key = glorot_linear(latent_channels, shared, bias)
-        self.lin_value = glorot_linear(latent_channels, shared, bias)
+        shared = self.lin_key.out_channels
+        self.lin_key = glorot_linear(latent_channels, shared, self.bias)
+        self.lin_value = glorot_linear(latent_channels, shared, self.bias)
         self.lin_latent = glorot_linear(self.in_channels, latent_channels, False)
         self.norm_latent = RMSNorm(latent_channels, eps=1e-5)
         self.reset_parameters()

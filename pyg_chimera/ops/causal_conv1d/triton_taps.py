@@ -4,6 +4,8 @@ A tap looks back a number of rows, and is skipped if its row is before the seque
 gradient is summed over the rows of each program, and over programs afterwards.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,16 +19,25 @@ _ROWS, _WIDTH = 32, 64
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
+class _Sizes(NamedTuple):
+    """What kernels are compiled for."""
+
+    channels: int
+    taps: int
+    rows: int = _ROWS
+    width: int = _WIDTH
+
+
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, ptr: Tensor) -> Tensor:
     """The outputs, [T, D]."""
     out = torch.empty_like(x)
     if x.numel() > 0:
         before, _ = places(ptr, x.size(0))
+        filters, sizes = (weight.t().contiguous(), bias), _Sizes(*weight.shape)
         with on_device_of(x):
             _convolve[_programs(x)](
-                x, weight.t().contiguous(), bias, before.int(), out, x.size(0),
-                *weight.shape, _ROWS, _WIDTH, **_OPTIONS,
-            )  # fmt: skip
+                x, filters, before.int(), out, x.size(0), sizes, **_OPTIONS
+            )
     return out
 
 
@@ -38,11 +49,11 @@ def gradients(
         return torch.zeros_like(x), torch.zeros_like(weight)
     dx, programs = torch.empty_like(x), _programs(x)
     dweight = x.new_empty(programs[0], *weight.t().shape)
-    before, after = (rows.int() for rows in places(ptr, x.size(0)))
+    around = tuple(rows.int() for rows in places(ptr, x.size(0)))
     with on_device_of(x):
         _differentiate[programs](
-            grad, x, weight.t().contiguous(), before, after, dx, dweight, x.size(0),
-            *weight.shape, _ROWS, _WIDTH, **_OPTIONS,
+            grad, x, weight.t().contiguous(), around, dx, dweight, x.size(0),
+            _Sizes(*weight.shape), **_OPTIONS,
         )  # fmt: skip
     return dx, dweight.sum(0).t()
 
@@ -52,23 +63,23 @@ def _programs(x: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _tile(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _tile(num_rows, sizes: tl.constexpr):
     """A program's rows and channels, their offsets, and a mask."""
-    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    there = (t < num_rows)[:, None] & (d < CHANNELS)[None, :]
-    return t, d, t[:, None] * CHANNELS + d[None, :], there
+    t = tl.program_id(0).to(tl.int64) * sizes.rows + tl.arange(0, sizes.rows)
+    d = tl.program_id(1) * sizes.width + tl.arange(0, sizes.width)
+    there = (t < num_rows)[:, None] & (d < sizes.channels)[None, :]
+    return t, d, t[:, None] * sizes.channels + d[None, :], there
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _convolve(
-    X, WEIGHT, BIAS, BEFORE, OUT, num_rows, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The outputs, for weights [SIZE, CHANNELS]."""
-    t, d, at, there = _tile(num_rows, CHANNELS, ROWS, WIDTH)
+def _convolve(X, filters, BEFORE, OUT, num_rows, sizes: tl.constexpr):
+    """The outputs, for weights [taps, channels] and biases."""
+    WEIGHT, BIAS = filters
+    CHANNELS: tl.constexpr = sizes.channels
+    SIZE: tl.constexpr = sizes.taps
+    t, d, at, there = _tile(num_rows, sizes)
     before = tl.load(BEFORE + t, mask=t < num_rows, other=0)[:, None]
-    out = tl.zeros([ROWS, WIDTH], X.dtype.element_ty)
+    out = tl.zeros([sizes.rows, sizes.width], X.dtype.element_ty)
     out += tl.load(BIAS + d, mask=d < CHANNELS, other=0.0)[None, :]
     for back in range(0, SIZE):
         tap = WEIGHT + (SIZE - 1 - back) * CHANNELS + d
@@ -78,16 +89,16 @@ def _convolve(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _differentiate(
-    DY, X, WEIGHT, BEFORE, AFTER, DX, DWEIGHT, num_rows, CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _differentiate(DY, X, WEIGHT, around, DX, DWEIGHT, num_rows, sizes: tl.constexpr):
     """The gradient of the inputs, and this program's part of that of the weights."""
-    t, d, at, there = _tile(num_rows, CHANNELS, ROWS, WIDTH)
+    BEFORE, AFTER = around
+    CHANNELS: tl.constexpr = sizes.channels
+    SIZE: tl.constexpr = sizes.taps
+    t, d, at, there = _tile(num_rows, sizes)
     before = tl.load(BEFORE + t, mask=t < num_rows, other=0)[:, None]
     after = tl.load(AFTER + t, mask=t < num_rows, other=0)[:, None]
     own = tl.load(DY + at, mask=there, other=0.0)
-    dx = tl.zeros([ROWS, WIDTH], X.dtype.element_ty)
+    dx = tl.zeros([sizes.rows, sizes.width], X.dtype.element_ty)
     for back in range(0, SIZE):
         tap = (SIZE - 1 - back) * CHANNELS + d
         dy = tl.load(DY + at + back * CHANNELS, mask=there & (back <= after), other=0.0)

@@ -552,26 +552,28 @@ def _apart() -> None:
 
 
 @jit
-def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):
+def gemm(c, a, b, size, mode):
     """Sets C [m, n] to A B, C + A B or C - A B, with A [m, k] and B [k, n].
 
-    Rows of B and C are contiguous, and `ldb` and `ldc` numbers apart; A's rows are `ra`
-    numbers apart and its columns `ca`, so A may be transposed.
+    C and B are a pointer and how many numbers their rows, which are contiguous, are
+    apart; A is a pointer and how many its rows are apart, and its columns, so it may be
+    transposed. The size is (m, n, k).
     """
     _apart()
-    width, left, j = lanes(c), (a, ra, ca), 0
+    (to, ldc), (right, ldb), (m, n, k) = c, b, size
+    width, j = lanes(to), 0
     while j < n:
-        C, B, i = (c + j, ldc, 0), (b + j, ldb, 0), 0
+        C, B, i = (to + j, ldc, 0), (right + j, ldb, 0), 0
         if j + _SIDE * width <= n:
             for share in range((m + 5) // 6, 0, -1):  # even: small tiles are slow
                 rows = (m - i + share - 1) // share
-                _panel(C, left, B, (i, rows, k, 0), mode)
+                _panel(C, a, B, (i, rows, k, 0), mode)
                 i += rows
             j += _SIDE * width
         else:
             while i < m:
                 rows = 12 if m - i >= 12 else 6 if m - i >= 6 else min(m - i, 3)
-                _column(C, left, B, (i, rows, k, min(width, n - j)), mode)
+                _column(C, a, B, (i, rows, k, min(width, n - j)), mode)
                 i += rows
             j += width
 
@@ -583,18 +585,16 @@ def vector_lanes(dtype: np.dtype) -> tuple[int, int]:
 
 
 @jit
-def gemm_rows(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, n, k, mode):
+def gemm_rows(c, a, b, size, mode):
     """As `gemm`, for rows of C and B that are given by indices.
 
-    `at_c` and `at_b` are addresses of int64 indices, and n is a multiple of
+    The third entries of C and B are addresses of int64 indices, and n is a multiple of
     `vector_lanes(dtype)[1]`.
     """
-    for j in range(0, n, _SIDE * lanes(c)):
-        i = 0
+    (to, ldc, at_c), (right, ldb, at_b), (m, n, k) = c, b, size
+    for j in range(0, n, _SIDE * lanes(to)):
+        C, B, i = (to + j, ldc, at_c), (right + j, ldb, at_b), 0
         for share in range((m + 5) // 6, 0, -1):
             rows = (m - i + share - 1) // share
-            size = i, rows, k, 0
-            _panel_of_rows(
-                (c + j, ldc, at_c), (a, ra, ca), (b + j, ldb, at_b), size, mode
-            )
+            _panel_of_rows(C, a, B, (i, rows, k, 0), mode)
             i += rows

@@ -42,12 +42,10 @@ LANES = 16
 @jit
 def matmul(C, A, B, mode=SET):
     """C = A B, C + A B or C - A B; rows of B and C are contiguous."""
-    size = C.itemsize
-    gemm(
-        pointer(C), C.strides[0] // size, pointer(A), A.strides[0] // size,
-        A.strides[1] // size, pointer(B), B.strides[0] // size, C.shape[0], C.shape[1],
-        B.shape[0], mode,
-    )  # fmt: skip
+    size, (m, n) = C.itemsize, C.shape
+    left = pointer(A), A.strides[0] // size, A.strides[1] // size
+    right = pointer(B), B.strides[0] // size
+    gemm((pointer(C), C.strides[0] // size), left, right, (m, n, B.shape[0]), mode)
 
 
 @jit

@@ -18,7 +18,7 @@ from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.examples import Draw, Example
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.neighborhood_attention import reference, torch_backend
-from pyg_chimera.ops.neighborhood_attention.pattern import Pattern, pattern
+from pyg_chimera.ops.neighborhood_attention.torch_backend import Pattern, pattern
 
 
 class Inputs(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 
 from pyg_chimera.ops.common.coefficients import ON_GPUS, STEPS, nanoseconds
 from pyg_chimera.ops.common.dispatch import Call, Choice, Cost, UnsuitableSolver
+from pyg_chimera.ops.common.operator import Inputs, Operator, Structure
 from pyg_chimera.ops.common.simd import vector_lanes
 from pyg_chimera.ops.recurrence.cpu import grid_sweep
 from pyg_chimera.ops.recurrence.cpu.chunks import CHUNK, ROWS
@@ -432,6 +433,14 @@ _ELSEWHERE: dict[str, Table] = {
         "dense mask torch": Row(_needs_matrices),
     },
 }
+
+
+class Recurrence(Operator[Inputs, Structure]):
+    """An operator whose algorithms are in the table."""
+
+    def choices(self, call: Call[Inputs, Structure]) -> list[Choice]:
+        """The algorithms that a call may take, the best first."""
+        return choices(call, self.usable(call.inputs), self.reason(call.inputs))
 
 
 def choices(call: Call, usable: list[str], reason: str) -> list[Choice]:

@@ -21,10 +21,8 @@ from pyg_chimera.ops.common.checks import (
     in_one_dtype,
     trusted,
 )
-from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.examples import Draw, Example, mixes
-from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.recurrence.choose import choices
+from pyg_chimera.ops.recurrence.choose import Recurrence
 from pyg_chimera.ops.recurrence.cpu import sweep as numba_backend
 from pyg_chimera.ops.recurrence.dense import scan as reference
 from pyg_chimera.ops.recurrence.gpu import scan as triton_backend
@@ -63,7 +61,7 @@ class Inputs(NamedTuple):
     backend: str = "auto"
 
 
-class _StateScan(Operator[Inputs, States]):
+class _StateScan(Recurrence[Inputs, States]):
     """An operator on a graph of states; one instance per public function."""
 
     inputs = Inputs
@@ -104,9 +102,6 @@ class _StateScan(Operator[Inputs, States]):
             transition = transition.masked_fill(ignored, 0)
             place = "node", transition.size(0) // graph.num_nodes
         check_finite(name, transition, lambda row: f"{place[0]} {row // place[1]}")
-
-    def choices(self, call: Call[Inputs, States]) -> list[Choice]:
-        return choices(call, self.usable(call.inputs), self.reason(call.inputs))
 
 
 _dag_scan, _stm_scan, _grid_scan, _grid_dag_scan = map(

@@ -19,15 +19,14 @@ from pyg_chimera.ops.common.checks import (
     in_one_dtype,
     trusted,
 )
-from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.examples import Draw, Example, mixes, rounded
-from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.recurrence.choose import choices
-from pyg_chimera.ops.recurrence.cpu import delta as numba_backend
+from pyg_chimera.ops.recurrence.choose import Recurrence
+from pyg_chimera.ops.recurrence.cpu import delta_mask, delta_sweep
 from pyg_chimera.ops.recurrence.dense import delta as reference
 from pyg_chimera.ops.recurrence.gpu import delta as triton_backend
-from pyg_chimera.ops.recurrence.plain import delta as torch_backend
+from pyg_chimera.ops.recurrence.plain import delta_levels, delta_matrices
+from pyg_chimera.ops.recurrence.plan.delta_forms import ByForm
 from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.topological import find_cycle
 
@@ -52,13 +51,13 @@ class Inputs(NamedTuple):
     backend: str
 
 
-class _DeltaScan(Operator[Inputs, DeltaGraph]):
+class _DeltaScan(Recurrence[Inputs, DeltaGraph]):
     name = "delta_scan"
     inputs = Inputs
     backends = {  # noqa: RUF012
-        "numba": numba_backend,
+        "numba": ByForm(("cpu",), {"mask": delta_mask, "state": delta_sweep}),
         "triton": triton_backend,
-        "torch": torch_backend,
+        "torch": ByForm(None, {"mask": delta_matrices, "state": delta_levels}),
         "reference": reference,
     }
 
@@ -78,9 +77,6 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         _check_key(inputs.key)
         if structure.cyclic_edges.size:
             _check_contraction(inputs.edge_weight, structure)
-
-    def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
-        return choices(call, self.usable(call.inputs), self.reason(call.inputs))
 
 
 def _check_beta(beta: Tensor) -> None:

@@ -17,10 +17,8 @@ from pyg_chimera.ops.common.checks import (
     trusted,
 )
 from pyg_chimera.ops.common.coefficients import ON_GPUS
-from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.examples import mixes
-from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.recurrence.choose import choices
+from pyg_chimera.ops.recurrence.choose import Recurrence
 from pyg_chimera.ops.recurrence.cpu import resolvent as numba_backend
 from pyg_chimera.ops.recurrence.cpu.sweep_polynomial import FLOATS
 from pyg_chimera.ops.recurrence.dense import resolvent as reference
@@ -64,7 +62,7 @@ class Inputs(NamedTuple):
     backend: str
 
 
-class _ResolventMix(Operator[Inputs, Blocks]):
+class _ResolventMix(Recurrence[Inputs, Blocks]):
     name = "resolvent_mix"
     inputs = Inputs
     backends = {  # noqa: RUF012
@@ -100,9 +98,6 @@ class _ResolventMix(Operator[Inputs, Blocks]):
 
     def check(self, inputs: Inputs, structure: Blocks) -> None:
         check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
-
-    def choices(self, call: Call[Inputs, Blocks]) -> list[Choice]:
-        return choices(call, self.usable(call.inputs), self.reason(call.inputs))
 
 
 def _most_entries(inputs: Inputs) -> int:

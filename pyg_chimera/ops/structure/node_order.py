@@ -88,17 +88,18 @@ def _topological_if_acyclic(
 
 
 class Halves(NamedTuple):
-    """A graph's edges in two DAGs; none of the second, if the graph is a DAG."""
+    """A graph's edges in two DAGs; the second has none if all cycles are self-loops."""
 
     later: Tensor  # [E'], the indices of edges to later nodes in the order "auto"
     earlier: Tensor  # [E''], those of edges to earlier nodes
     cyclic: Tensor  # bool [V], nodes whose component has edges of both kinds
 
 
-def dag_halves(edge_index: Tensor, num_nodes: int) -> Halves:
-    """Divides any graph into two DAGs, without its self-loops."""
+def dag_halves(edge_index: Tensor, num_nodes: int) -> Halves | None:
+    """Divides a graph into two DAGs, without its self-loops; None if it is a DAG."""
     with called_eagerly():
-        return remembered(_dag_halves, (edge_index,), num_nodes)
+        halves = remembered(_dag_halves, (edge_index,), num_nodes)
+    return None if halves.later.numel() == edge_index.size(1) else halves
 
 
 def _dag_halves(edge_index: Tensor, num_nodes: int) -> Halves:

@@ -43,19 +43,16 @@ dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @jit
 def multiply(C, A, B, mode):
     size = C.itemsize
-    gemm(
-        pointer(C), C.strides[0] // size, pointer(A), A.strides[0] // size,
-        A.strides[1] // size, pointer(B), B.strides[0] // size, A.shape[0], B.shape[1],
-        A.shape[1], mode,
-    )  # fmt: skip
+    left = pointer(A), A.strides[0] // size, A.strides[1] // size
+    to, right = (pointer(C), C.strides[0] // size), (pointer(B), B.strides[0] // size)
+    gemm(to, left, right, (A.shape[0], B.shape[1], A.shape[1]), mode)
 
 
 @jit
 def multiply_rows(C, at_c, A, B, at_b, mode):
-    gemm_rows(
-        pointer(C), C.shape[1], at_c.ctypes.data, pointer(A), A.shape[1], 1, pointer(B),
-        B.shape[1], at_b.ctypes.data, A.shape[0], B.shape[1], A.shape[1], mode,
-    )  # fmt: skip
+    (m, k), n = A.shape, B.shape[1]
+    to, left = (pointer(C), n, at_c.ctypes.data), (pointer(A), k, 1)
+    gemm_rows(to, left, (pointer(B), n, at_b.ctypes.data), (m, n, k), mode)
 
 
 @jit

@@ -266,7 +266,7 @@ def _to_lower(C, A, lda, B, m, k):
     """The lower triangle of C = A B, [m, m]."""
     for i in range(0, m, ROWS):
         c, a, rows = C + i * CHUNK, A + i * lda, min(ROWS, m - i)
-        gemm(c, CHUNK, a, lda, 1, B, CHUNK, rows, i + rows, k, SET)
+        gemm((c, CHUNK), (a, lda, 1), (B, CHUNK), (rows, i + rows, k), SET)
 
 
 @jit
@@ -274,7 +274,7 @@ def _times_lower(C, ldc, A, B, ldb, m, n, mode):
     """C = A B, or C + A B, for a lower triangular A."""
     for i in range(0, m, ROWS):
         c, a, rows = C + i * ldc, A + i * CHUNK, min(ROWS, m - i)
-        gemm(c, ldc, a, CHUNK, 1, B, ldb, rows, n, i + rows, mode)
+        gemm((c, ldc), (a, CHUNK, 1), (B, ldb), (rows, n, i + rows), mode)
 
 
 @jit
@@ -282,7 +282,8 @@ def _times_upper(C, ldc, A, B, ldb, m, n, mode):
     """C = A^T B, or C + A^T B, for a lower triangular A."""
     for i in range(0, m, ROWS):
         c, a, b = C + i * ldc, A + i * (CHUNK + 1), B + i * ldb
-        gemm(c, ldc, a, 1, CHUNK, b, ldb, min(ROWS, m - i), n, m - i, mode)
+        size = min(ROWS, m - i), n, m - i
+        gemm((c, ldc), (a, 1, CHUNK), (b, ldb), size, mode)
 
 
 # -------------------------------------------------------------------------- decays
@@ -413,7 +414,7 @@ def _forward_tasks(begin, end, stop, scratch, paths, x, out, share):
                 _fetch_rows(y, later, share)
                 _to_lower(scores, Q, n, Kt, m, num_keys)
                 if mode == ADD:
-                    gemm(Y, w, Q, n, 1, C, w, m, w, num_keys, SET)
+                    gemm((Y, w), (Q, n, 1), (C, w), (m, w, num_keys), SET)
                 for j in range(share):
                     h, Vh, Yh, Ch = head + j, V + j * p, Y + j * p, C + j * p
                     # The first position of a path has no weight entry.
@@ -435,7 +436,7 @@ def _forward_tasks(begin, end, stop, scratch, paths, x, out, share):
                     _add_rows(_rows(out, h, paths.reader), state, Yh, w, gate)
                     _scale_rows(Vh, Vh, w, last, 1, m, p)
                 if a + m < after:
-                    gemm(C, w, Kt, CHUNK, 1, V, w, num_keys, w, m, mode)
+                    gemm((C, w), (Kt, CHUNK, 1), (V, w), (num_keys, w, m), mode)
 
 
 # ----------------------------------------------------------------------------- backward
@@ -498,7 +499,7 @@ def _backward_tasks(begin, end, stop, scratch, paths, x, grad, d, share):
                     if c > 0:
                         reach[0] = through
                         _scale_rows(C + size, C, n, reach, 0, channels, n)
-                    gemm(C + size, n, V, 1, p, K, n, channels, n, CHUNK, mode)
+                    gemm((C + size, n), (V, 1, p), (K, n), (channels, n, CHUNK), mode)
             for c in range(chunks - 1, -1, -1):
                 if stopped(stop):
                     return
@@ -543,12 +544,12 @@ def _backward_tasks(begin, end, stop, scratch, paths, x, grad, d, share):
                         _reach(reach, weight, m, one)
                         for i in range(m):
                             marked[i] = M[i] * reach[i]
-                        gemm(T, n, dY, p, 1, C, n, m, n, channels, SET)
+                        gemm((T, n), (dY, p, 1), (C, n), (m, n, channels), SET)
                         _weigh_rows(d_reach, dQ, T, Q, marked, m, n)
                     if mode == ADD:
-                        gemm(T, n, V, p, 1, Zh, n, m, n, channels, SET)
+                        gemm((T, n), (V, p, 1), (Zh, n), (m, n, channels), SET)
                         _weigh_rows(sums, dK, T, K, last, m, n)
-                        gemm(dV, p, K, n, 1, Zh + size, p, m, p, num_keys, SET)
+                        gemm((dV, p), (K, n, 1), (Zh + size, p), (m, p, num_keys), SET)
                         _scale_rows(dV, dV, p, last, 1, m, p)
                         if c > 0:
                             rest = inner_product(Zh, C, channels * n)
@@ -556,7 +557,7 @@ def _backward_tasks(begin, end, stop, scratch, paths, x, grad, d, share):
                         if mode == ADD:
                             _scale_rows(Zh, Zh, n, reach + (m - 1), 0, channels, n)
                         _scale_rows(X, dY, p, marked, 1, m, p)
-                        gemm(Zh, n, X, 1, p, Q, n, channels, n, m, mode)
+                        gemm((Zh, n), (X, 1, p), (Q, n), (channels, n, m), mode)
                         transpose(Zh + size, p, Zh, n, channels, n)
                     _mask_backward(mask, weight, M, m, ADD if j > 0 else SET, one)
                     _times_upper(dV, p, D, dY, p, m, p, mode)

@@ -75,6 +75,14 @@ class _Results(NamedTuple):
     written: np.ndarray  #: u, what nodes write, in float64
 
 
+class _Graphs(NamedTuple):
+    """The graphs of a batch, and I - A in factors."""
+
+    pattern: Pattern
+    factors: Factors
+    is_cyclic: np.ndarray  #: [T], whether each has a cycle
+
+
 class _Work(NamedTuple):
     """A task's memory, for n nodes; m is n rounded up to whole vectors."""
 
@@ -122,7 +130,8 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         _costs(graph, x, share),
         _scratch(graph, x, 4),
         results.written.dtype,
-        *(Pattern.of(graph.factor), factors, graph.is_cyclic, x, results, wrong),
+        _Graphs(Pattern.of(graph.factor), factors, graph.is_cyclic),
+        *(x, results, wrong),
     )
     check_accuracy(wrong)
     dtype = call.inputs.value.dtype  # saved tensors are viewed as this dtype
@@ -133,20 +142,19 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and edge weight."""
     graph, x, (dy,) = call.structure, _operands(call), arrays(grad)
-    written, *factors = (y.view(np.float64) for y in arrays(*saved))
+    written, *factored = (y.view(np.float64) for y in arrays(*saved))
     share, heads = _share(graph, x), dy.shape[1]
     parts = heads // x.query.shape[1] // share
     dq, dk = np.empty((2, parts, *x.query.shape), dy.dtype)
     d_value, d_beta = np.empty_like(x.value), np.empty_like(x.beta)
     d = Operands(dq, dk, d_value, d_beta, np.zeros_like(x.weight))
+    factors = Factors(*(y.reshape(heads, -1) for y in factored))
     run(
         _backward_tasks,
         2 * _costs(graph, x, share),
         _scratch(graph, x, 6),
         written.dtype,
-        Pattern.of(graph.factor),
-        Factors(*(y.reshape(heads, -1) for y in factors)),
-        graph.is_cyclic,
+        _Graphs(Pattern.of(graph.factor), factors, graph.is_cyclic),
         *(x, _Results(dy, written.reshape(dy.shape)), d),
     )
     grads = (summed(dq, (0,)), summed(dk, (0,)), *d[2:])
@@ -253,10 +261,8 @@ def _eliminate(work, beta, nodes, h, stop):
 
 
 @jit
-def _forward_tasks(
-    first, last, stop, scratch, pattern, factors, is_cyclic, operands, results, wrong
-):
-    query, key, value, beta, _ = operands
+def _forward_tasks(first, last, stop, scratch, graphs, operands, results, wrong):
+    (pattern, factors, is_cyclic), (query, key, value, beta, _) = graphs, operands
     (_, heads, P), (_, groups, N), tasks = value.shape, query.shape, wrong.shape[1]
     share = heads // tasks
     for task in range(first, last):
@@ -287,10 +293,8 @@ def _forward_tasks(
 
 
 @jit
-def _backward_tasks(
-    first, last, stop, scratch, pattern, factors, is_cyclic, operands, results, d
-):
-    query, key, _, beta, _ = operands
+def _backward_tasks(first, last, stop, scratch, graphs, operands, results, d):
+    (pattern, factors, is_cyclic), (query, key, _, beta, _) = graphs, operands
     grad, written = results
     (_, heads, P), (_, groups, N) = grad.shape, query.shape
     tasks = groups * d.query.shape[0]
@@ -299,10 +303,8 @@ def _backward_tasks(
         block, head = task // tasks, (task % tasks) * share
         g = head * groups // heads
         part = (head - g * (heads // groups)) // share
-        s, edges = (
-            pattern.ptr[block],
-            (pattern.edge_ptr[block], pattern.edge_ptr[block + 1]),
-        )
+        s = pattern.ptr[block]
+        edges = pattern.edge_ptr[block], pattern.edge_ptr[block + 1]
         nodes = pattern.node[s : pattern.ptr[block + 1]]
         n = nodes.shape[0]
         work = _workspace(scratch, 6, n, N, P)

@@ -124,7 +124,8 @@ def _products(out, rows, others, stride, channels, block, memory):
         clear(row, ld)
         for i in range(block.columns):
             row[i] = source[i * stride + c]
-    gemm(out, ld, rows, stride, 1, memory, ld, block.n, ld, channels, SET)
+    size = block.n, ld, channels
+    gemm((out, ld), (rows, stride, 1), (memory, ld), size, SET)
 
 
 @jit
@@ -141,7 +142,7 @@ def _mix(memory, orientations, size, block, x, out):
     for at in range(0, n * ld, lanes(G)):
         store(G + at, load(G + at) * load(scores + at))
     v = x.value + block.begin * stride
-    gemm(out, stride, G, ld, 1, v, stride, n, block.channels, m, ADD)
+    gemm((out, stride), (G, ld, 1), (v, stride), (n, block.channels, m), ADD)
 
 
 @jit
@@ -174,9 +175,10 @@ def _mix_back(memory, orientations, size, block, x, dy, d):
         store(products + at, g * load(products + at))
     keys, values = block.begin * of_keys, block.begin * of_values
     k, dk, dv = x.key + keys, d.key + keys, d.value + values
-    gemm(d.query, of_keys, products, ld, 1, k, of_keys, n, num_keys, m, ADD)
-    gemm(dk, of_keys, products, 1, ld, x.query, of_keys, m, num_keys, n, ADD)
-    gemm(dv, of_values, G, 1, ld, dy, of_values, m, channels, n, ADD)
+    q, dq = (x.query, of_keys), (d.query, of_keys)
+    gemm(dq, (products, ld, 1), (k, of_keys), (n, num_keys, m), ADD)
+    gemm((dk, of_keys), (products, 1, ld), q, (m, num_keys, n), ADD)
+    gemm((dv, of_values), (G, 1, ld), (dy, of_values), (m, channels, n), ADD)
 
 
 @inlined

@@ -152,7 +152,8 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
             # W = [L_ss^-1 | U_sr], E = L_rs L_ss^-1, and then W <- U_ss^-1 W
             W[:] = 0
             _invert_lower(pointer(F), t, pointer(W), t, s, stop)
-            gemm(pointer(E), s, pointer(F) + s * t, t, 1, pointer(W), t, m, s, s, SET)
+            left = pointer(F) + s * t, t, 1
+            gemm((pointer(E), s), left, (pointer(W), t), (m, s, s), SET)
             for i in range(s):
                 for j in range(s, t):
                     W[i, j] = F[i, j]
@@ -245,7 +246,8 @@ def _eliminate(F, t, s, stop):
             for p0 in range(w0, w1, _PANEL):
                 _update(F, t, (p0, min(p0 + _PANEL, w1)), w1, (w1, t))
             m, below, beside = t - w1, F + (w1 * t + w0), F + (w0 * t + w1)
-            gemm(F + (w1 * t + w1), t, below, t, 1, beside, t, m, m, w1 - w0, SUBTRACT)
+            rest, size = (F + (w1 * t + w1), t), (m, m, w1 - w0)
+            gemm(rest, (below, t, 1), (beside, t), size, SUBTRACT)
     return usable
 
 
@@ -256,10 +258,8 @@ def _update(F, t, panel, last, columns):
     for i in range(k0 + 1, k1):
         for j in range(k0, i):
             add_multiple(F + (i * t + j0), -F[i * t + j], F + (j * t + j0), j1 - j0)
-    gemm(
-        F + (k1 * t + j0), t, F + (k1 * t + k0), t, 1, F + (k0 * t + j0), t,
-        last - k1, j1 - j0, k1 - k0, SUBTRACT,
-    )  # fmt: skip
+    below, size = (F + (k1 * t + k0), t, 1), (last - k1, j1 - j0, k1 - k0)
+    gemm((F + (k1 * t + j0), t), below, (F + (k0 * t + j0), t), size, SUBTRACT)
 
 
 @jit
@@ -298,4 +298,5 @@ def _subtract(c, ldc, a, lda, b, ldb, m, n, k):
     """C -= A B, with few rows of B at a time, so that they stay in the cache."""
     for at in range(0, k, 4 * _PANEL):
         few = min(4 * _PANEL, k - at)
-        gemm(c, ldc, a + at, lda, 1, b + at * ldb, ldb, m, n, few, SUBTRACT)
+        left, right = (a + at, lda, 1), (b + at * ldb, ldb)
+        gemm((c, ldc), left, right, (m, n, few), SUBTRACT)

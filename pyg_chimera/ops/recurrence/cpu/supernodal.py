@@ -153,22 +153,22 @@ def _forward_tasks(begin, end, stop, scratch, nodes, panel, x, out, tiles):
                     H = T
                     if m > 0:
                         form(H, (k, v), node, a, a + s, tile)
-                gemm_rows(X, size, rows, E, s, 1, H, size, own, m, size, s, SUBTRACT)
+                shape = m, size, s
+                gemm_rows((X, size, rows), (E, s, 1), (H, size, own), shape, SUBTRACT)
             for n in range(last - 1, first - 1, -1):
                 if stopped(stop):
                     return
                 a, s, m, rows, E = _supernode(nodes, n, panels)
                 G, t, H = E + m * s, s + m, X + slot[a] * size
-                R, sign = G + s, -one if leaf[n] else one
+                R, sign = (G + s, t, 1), -one if leaf[n] else one
+                top, below, shape = (T, size, own), (X, size, rows), (s, size, m)
                 if leaf[n]:
                     if m == 0:
                         continue
-                    gemm_rows(T, size, own, R, t, 1, X, size, rows, s, size, m, SET)
+                    gemm_rows(top, R, below, shape, SET)
                 else:
-                    gemm(T, size, G, t, 1, H, size, s, size, s, SET)
-                    gemm_rows(
-                        T, size, own, R, t, 1, X, size, rows, s, size, m, SUBTRACT
-                    )
+                    gemm((T, size), (G, t, 1), (H, size), (s, size, s), SET)
+                    gemm_rows(top, R, below, shape, SUBTRACT)
                     copy(H, T, s * size)
                 for i in range(s):
                     read(y, q, T + i * size, sign, node[a + i], tile)
@@ -228,8 +228,9 @@ def _backward_tasks(begin, end, stop, scratch, nodes, panel, x, d, tiles):
                     if m > 0:
                         form(H, (k, v), node, a, a + s, tile)
                         form(J, (q, dy), node, a, a + s, tile)
-                gemm_rows(X, size, rows, E, s, 1, H, size, own, m, size, s, SUBTRACT)
-                gemm_rows(Z, size, rows, R, 1, t, J, size, own, m, size, s, SUBTRACT)
+                shape = m, size, s
+                gemm_rows((X, size, rows), (E, s, 1), (H, size, own), shape, SUBTRACT)
+                gemm_rows((Z, size, rows), (R, 1, t), (J, size, own), shape, SUBTRACT)
             for n in range(last - 1, first - 1, -1):
                 if stopped(stop):
                     return
@@ -241,10 +242,11 @@ def _backward_tasks(begin, end, stop, scratch, nodes, panel, x, d, tiles):
                     states, adjoints = T + 2 * s * size, T + 3 * s * size
                     form(states, (k, v), node, a, a + s, tile)
                     form(adjoints, (q, dy), node, a, a + s, tile)
-                gemm(H, size, G, t, 1, states, size, s, size, s, SET)
-                gemm_rows(H, size, own, R, t, 1, X, size, rows, s, size, m, SUBTRACT)
-                gemm(J, size, G, 1, t, adjoints, size, s, size, s, SET)
-                gemm_rows(J, size, own, E, 1, s, Z, size, rows, s, size, m, SUBTRACT)
+                shape = s, size, m
+                gemm((H, size), (G, t, 1), (states, size), (s, size, s), SET)
+                gemm_rows((H, size, own), (R, t, 1), (X, size, rows), shape, SUBTRACT)
+                gemm((J, size), (G, 1, t), (adjoints, size), (s, size, s), SET)
+                gemm_rows((J, size, own), (E, 1, s), (Z, size, rows), shape, SUBTRACT)
                 products = T + 4 * s * size
                 for i in range(s):
                     u, state, adjoint = node[a + i], H + i * size, J + i * size

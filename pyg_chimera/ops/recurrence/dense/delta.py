@@ -8,7 +8,6 @@ from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
 
 DEVICES = None
-FORMS = ("mask", "state", "chunk")  # all the same here
 
 
 def forward(call: Call) -> Tensor:

@@ -1,8 +1,6 @@
 """The forms of the delta rule, and where they are refused."""
 
-from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,23 +21,23 @@ def bytes_of_matrices(graph: DeltaGraph, inputs: Any, threads: int) -> float:
     return 8 * (threads * n * (6 * n + 5 * N + 4 * P) + heads * V * P)
 
 
-def by_form(
-    modules: Mapping[str, ModuleType],
-) -> tuple[Callable[..., str | None], Callable[..., Any], Callable[..., Any]]:
-    """The functions of a backend that has a module for each form."""
+class ByForm(NamedTuple):
+    """A backend that has a module for each form."""
 
-    def why_not(call: Call) -> str | None:
-        return why_not_form(call, tuple(modules))
+    DEVICES: tuple[str, ...] | None
+    modules: dict[str, Any]
 
-    def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return modules[call.choice.form].forward(call)
+    def why_not(self, call: Call) -> str | None:
+        """Why the form is none of these, or does not fit the graph; None if it does."""
+        return why_not_form(call, tuple(self.modules))
 
-    def backward(
-        call: Call, saved: tuple[Tensor, ...], grad: Tensor
-    ) -> tuple[Tensor, ...]:
-        return modules[call.choice.form].backward(call, saved, grad)
+    def forward(self, call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """That of the form."""
+        return self.modules[call.choice.form].forward(call)
 
-    return why_not, forward, backward
+    def backward(self, call: Call, *saved_and_grad: Any) -> tuple[Tensor, ...]:
+        """That of the form."""
+        return self.modules[call.choice.form].backward(call, *saved_and_grad)
 
 
 def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
