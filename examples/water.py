@@ -1,7 +1,8 @@
 """Finds the heads in water networks never seen before, from sensors at 5 % of them.
 
 Trains on some networks and tests on others, beside the mean of the sensors and harmonic
-interpolation: heads that are means of their neighbours', weighted by conductance::
+interpolation: heads that are means of their neighbours', weighted by conductance. It
+learns nothing, and after these few minutes it is still far ahead::
 
     python examples/water.py    # minutes, on networks of wntr; or on files of EPANET:
     python examples/water.py --train a.inp b.inp.gz --test mine.inp --epochs 20
@@ -22,6 +23,8 @@ from pyg_chimera.transforms import AddEliminationOrder
 
 C, LR = 64, 2e-3  # C: the width of all layers
 SENSORS = SampleSensors(0.05, seed=0)  # always the same, for tests
+BEHIND = """Interpolation, which learns nothing, is ahead of the model. Ten minutes of
+one core on nine networks are enough to beat it on two of six others (docs/water.md)."""
 
 
 def build_model() -> GraphModel:
@@ -75,14 +78,18 @@ def main(argv: list[str] | None = None) -> None:
         print(f"epoch {epoch + 1}: last error {loss.item():.2f} m")
     guesses = {"mean": lambda x: 0 * x.x, "harmonic": harmonic_interpolation}
     guesses["model"] = torch.no_grad()(lambda x: model.eval()(**model.inputs(x)))
+    mean = {}
     for network in args.test:
         plt.figure(figsize=(12, 4), clear=True)  # that of the last is kept
         test = WaterNetworks(args.root, [network], sensors=SENSORS, **make)
         for i, (name, guess) in enumerate(guesses.items()):
             found = [errors(guess(state), state) for state in test]
-            plt.subplot(1, 3, i + 1, title=f"{name}: {torch.cat(found).mean():.2f} m")
+            mean[name] = torch.cat(found).mean()
+            plt.subplot(1, 3, i + 1, title=f"{name}: {mean[name]:.2f} m")
             plt.scatter(*test[0].pos[test[0].target_mask].t(), 4, found[0], vmax=5)
             print(f"{test[0].name}, {plt.gca().get_title()}")
+        if mean["model"] > mean["harmonic"]:
+            print(BEHIND)
     plt.savefig(args.out)
 
 

@@ -66,6 +66,9 @@ def test_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+([.+\-]\w+)*", pyg_chimera.__version__)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"## [{pyg_chimera.__version__.split('.dev')[0]}]" in changelog
+    limitations = (ROOT / "docs/limitations.md").read_text(encoding="utf-8")
+    minor = ".".join(pyg_chimera.__version__.split(".")[:2])
+    assert f"\nThis is version {minor}: " in limitations
 
 
 def test_imports_are_light_and_have_no_side_effects():

@@ -28,7 +28,7 @@ SOURCES = ("pyg_chimera.nn", "torch_geometric.nn")
 
 def build(description: Mapping[str, Any]) -> torch.nn.Module:
     """The module that a description stands for: the name of its class, and arguments,
-    which may be descriptions of modules too.
+    which may be descriptions of modules too, or lists and mappings with some.
     """
     name = description.get("class")
     found = (getattr(import_module(x), str(name), None) for x in SOURCES)
@@ -38,12 +38,15 @@ def build(description: Mapping[str, Any]) -> torch.nn.Module:
             f"'class' must name a module of {' or '.join(SOURCES)}, got {name!r} in "
             f"{dict(description)}"
         )
-    arguments = {
-        key: build(value) if isinstance(value, Mapping) and "class" in value else value
-        for key, value in description.items()
-        if key != "class"
-    }
-    return kinds[0](**arguments)
+    return kinds[0](**{k: _built(v) for k, v in description.items() if k != "class"})
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if "class" in value:
+            return build(value)
+        return {key: _built(inner) for key, inner in value.items()}
+    return type(value)(map(_built, value)) if isinstance(value, list | tuple) else value
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

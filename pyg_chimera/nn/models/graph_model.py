@@ -148,7 +148,8 @@ class GraphModel(TakesTensors, torch.nn.Module):
             description of a layer as plain data: the name of its class in
             :mod:`pyg_chimera.nn` or :mod:`torch_geometric.nn` and its arguments, as in
             ``{"class": "GPSLayer", "channels": 64, "mixer": {"class": "ChimeraConv",
-            "in_channels": 64}}``. A layer is a :class:`~pyg_chimera.nn.GPSLayer` or any
+            "in_channels": 64}}``. A list may have a description for each layer. A layer
+            is a :class:`~pyg_chimera.nn.GPSLayer` or any
             :obj:`layer(x, edge_index, ...)`.
             Of :obj:`batch`, :obj:`edge_attr` and further arguments, it gets those that
             its forward method accepts. It returns nodes, or nodes and edges.
@@ -218,7 +219,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
         channels: int,
         out_channels: int,
         layers: Callable[[int], torch.nn.Module]
-        | Iterable[torch.nn.Module]
+        | Iterable[torch.nn.Module | Mapping[str, Any]]
         | Mapping[str, Any],
         num_layers: int | None = None,
         *,
@@ -654,7 +655,7 @@ def _make_layers(layers: Any, num_layers: int | None) -> list[torch.nn.Module]:
         )
     described = isinstance(layers, Mapping)
     if isinstance(layers, Iterable) and not described:
-        made = list(layers)
+        made = [build(x) if isinstance(x, Mapping) else x for x in layers]
         if num_layers not in (None, len(made)):
             raise ValueError(
                 f"'num_layers' is {num_layers}, but 'layers' has {len(made)}. Leave "

@@ -62,6 +62,21 @@ def test_descriptions_are_layers_of_their_own():
     assert LAYER["conv"]["class"] == "GINEConv"  # as it was
 
 
+def test_lists_of_descriptions(tmp_path):
+    """One for each layer, and within arguments: lists, and mappings in them."""
+    aggr = [{"class": "SoftmaxAggregation", "learn": True}, "mean"]
+    sizes = {"in_channels": C, "out_channels": C}
+    pooled = {"class": "SAGEConv", "aggr": aggr, **sizes}
+    steps = [[{"class": "GCNConv", **sizes}, "x, edge_index -> x"]]
+    composed = {"class": "Sequential", "input_args": "x, edge_index", "modules": steps}
+    model, data = make_model([pooled, composed], edge_dim=None), make_data()
+    assert type(model.layers[0].aggr_module.aggrs[0]).__name__ == "SoftmaxAggregation"
+    assert type(model.layers[1][0]).__name__ == "GCNConv"
+    model.save_pretrained(tmp_path / "saved")
+    loaded = GraphModel.from_pretrained(tmp_path / "saved")
+    assert torch.equal(answer(loaded, data), answer(model, data))
+
+
 def test_what_is_saved_is_loaded(tmp_path):
     model, data = make_model(head="node", head_layers=np.int64(3)), make_data()
     model.train()(**model.inputs(data))  # norms have statistics
