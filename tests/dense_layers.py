@@ -344,7 +344,11 @@ def chimera_block(
 
 
 def chimera_transitions(
-    p: Layer, index: Tensor, gates: Tensor, edge: Tensor | None
+    p: Layer,
+    index: Tensor,
+    gates: Tensor,
+    edge: Tensor | None,
+    batch: Tensor | None = None,
 ) -> Tensor:
     """Weights, normalised over the edges into (released: out of) a node.
 
@@ -352,6 +356,11 @@ def chimera_transitions(
     """
     target, source, psi = softplus(gates[:, :3]).unbind(1)
     (col, row), num_nodes = index, len(gates)
+    reach_nodes = getattr(p.conv, "reach_nodes", None)
+    if reach_nodes is not None:
+        graph = [0] * num_nodes if batch is None else batch.tolist()
+        share = torch.tensor([graph.count(i) / reach_nodes for i in graph])
+        psi = psi + share.to(psi.dtype).log().view(-1, 1)
     parts = [target[row], source[col]] + ([] if edge is None else [edge])
     log_a = -sum(parts) / len(parts)
     if getattr(p.conv, "normalization", "paper") == "released":
@@ -371,7 +380,9 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     query, key, value = chimera_inputs(p, x, graphs)
     plain, gates = chimera_gates(p, x)
     (index,), (edge,) = graphs.edges, edge_gates(p, graphs)
-    weight = masked(graphs, p.stored(chimera_transitions(p, index, gates, edge)))
+    weight = masked(
+        graphs, p.stored(chimera_transitions(p, index, gates, edge, graphs.batch))
+    )
     A = adjacency(index, weight, len(x))
     L = eye = torch.eye(len(x), dtype=x.dtype)
     if p.solver == "neumann":

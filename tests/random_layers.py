@@ -508,6 +508,7 @@ def chimera(r: random.Random) -> tuple[dict[str, Any], str]:
     )
     if flag(r):
         options |= some(r, gamma=[0.5, 0.99], log_sums=[1, 3], input_gate=["tied"])
+        options |= some(r, reach_nodes=[1, 30])
     elif flag(r):
         options["normalization"] = "released"
     solvers = ["auto", "auto", "dense", "neumann"]

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
+from torch_geometric.utils import scatter
 
 from pyg_chimera.nn._norm import RMSNorm, rms_norm
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock
@@ -21,6 +22,7 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.recurrence.positive_sums import positive_sums
 from pyg_chimera.ops.recurrence.resolvent_mix import SOLVERS
+from pyg_chimera.ops.structure.node_sequences import dense_rank
 
 __all__ = ["ChimeraConv"]
 
@@ -129,6 +131,13 @@ class ChimeraConv(ChimeraBlock):
             :obj:`input_gate="tied"`, a fifth to a half as large). With :obj:`None`,
             selectivities start as in the paper, log-uniform in [0.001, 0.1]. (default:
             :obj:`(4, 64)`)
+        reach_nodes (int, optional): The number of nodes of the graphs that ranges are
+            meant for. In a graph with more nodes (one of :obj:`batch`; without it, all
+            nodes are one), :math:`\exp(-\Psi)` is smaller by the ratio, before and
+            after training, so that ranges grow with the square root of its size, as the
+            width of a mesh does: what is learned on small meshes holds for larger ones.
+            Not for :obj:`normalization="released"`. (default: :obj:`None`, ranges are
+            numbers of steps, whatever the size)
         qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i` by its root mean square, and the latter by
             :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
@@ -206,6 +215,7 @@ class ChimeraConv(ChimeraBlock):
         normalization: str = "paper",
         gamma: float = 1.0,
         input_gate: str = "free",
+        reach_nodes: int | None = None,
         local_conv: bool = False,
         qk_norm: bool = True,
         norm: str | None = "rms",
@@ -238,6 +248,13 @@ class ChimeraConv(ChimeraBlock):
                 f"'num_terms' must be None unless solver='neumann', got {num_terms} "
                 f"and solver={solver!r}"
             )
+        if reach_nodes is not None:
+            reach_nodes = check_integer("reach_nodes", reach_nodes, 1)
+            if normalization == "released":
+                raise ValueError(
+                    "'reach_nodes' must be None with normalization='released', got "
+                    f"{reach_nodes}"
+                )
         log_sums = check_integer("log_sums", log_sums, 0)
         if log_sums > 0 and normalization == "released":
             raise ValueError(
@@ -246,6 +263,7 @@ class ChimeraConv(ChimeraBlock):
         self.normalization = normalization
         self.gamma = gamma
         self.input_gate = input_gate
+        self.reach_nodes = reach_nodes
         self.qk_norm = qk_norm
         self.solver = solver
         self.num_terms = num_terms
@@ -291,7 +309,8 @@ class ChimeraConv(ChimeraBlock):
             edge_attr (torch.Tensor, optional): The edge features, for layers with
                 :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Used for speed only:
-                outputs don't depend on it. (default: :obj:`None`)
+                outputs don't depend on it, unless the layer has :obj:`reach_nodes`.
+                (default: :obj:`None`)
             rank (torch.Tensor, optional): The elimination rank, as stored by
                 :class:`~pyg_chimera.transforms.AddEliminationOrder`. (default:
                 :obj:`None`)
@@ -315,6 +334,8 @@ class ChimeraConv(ChimeraBlock):
 
         delta = F.softplus(nodes.delta + self.delta_bias)
         target, source, psi, *free = delta.unbind(1)
+        if self.reach_nodes is not None:
+            psi = psi + _log_size(psi, batch, self.reach_nodes)
         given = edge_index, num_nodes, target, source, psi, edge
         if self.normalization == "released":
             full = released_transition(*given)
@@ -355,3 +376,16 @@ class ChimeraConv(ChimeraBlock):
         if isinstance(num_terms, Tensor):
             num_terms = int(num_terms.max()) if num_terms.numel() > 0 else 0
         return num_terms
+
+
+def _log_size(psi: Tensor, batch: Tensor | None, reach_nodes: int) -> Tensor:
+    """The logarithm of how many times as large as `reach_nodes` each node's graph is,
+    [V, 1] or [].
+    """
+    ones = torch.ones_like(psi[:, :1], dtype=torch.float32)
+    if batch is None:
+        size = ones.sum()
+    else:
+        graph = dense_rank(batch)
+        size = scatter(ones, graph, dim_size=len(ones))[graph]
+    return (size / reach_nodes).log().to(psi.dtype)

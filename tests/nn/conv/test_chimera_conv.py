@@ -240,6 +240,8 @@ def test_cluster_batches():
         ({"gamma": 0.0}, r"'gamma' must be in \(0, 1\], .*, got 0.0"),
         ({"gamma": 1.5}, r"'gamma' must be in \(0, 1\], .*, got 1.5"),
         ({"gamma": 0.5, "normalization": "released"}, "and 1 with .*, got 0.5 and"),
+        ({"reach_nodes": 0}, "'reach_nodes' must be an integer >= 1 .*, got 0"),
+        ({"reach_nodes": 9, "normalization": "released"}, "must be None .*, got 9"),
         (
             {"num_terms": 2},
             "'num_terms' must be None unless .*, got 2 and solver='auto",

@@ -65,6 +65,26 @@ def test_influence_along_a_path(layer, heads, edge_dim):
     assert found.tolist() == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("with_batch", [True, False])
+def test_ranges_grow_with_the_root_of_the_size(with_batch):
+    conv = ChimeraConv(CHANNELS, heads=1, reach=(8, 8), reach_nodes=100)
+    torch.nn.init.constant_(conv.delta_bias[:2], -10)
+    paths = [nx.path_graph(n) for n in (100, 400)]
+    graphs = [nx.disjoint_union_all(paths)] if with_batch else paths
+    found = []
+    for graph in graphs:
+        n = len(graph)
+        batch = (torch.arange(n) >= 100).long() if with_batch else None
+        x, edge_index = torch.zeros(n, CHANNELS), edges(graph)
+        with patch.object(chimera_conv, "resolvent_mix", wraps=resolvent_mix) as spy:
+            conv(x, edge_index, batch=batch)
+        L = resolvent(spy.call_args.args[4].detach(), edge_index, n)[0]
+        for i in (50, 300):
+            if i < n and not (n == 400 and i == 50):
+                found.append(-1 / float((L[i + 1, i] / L[i, i]).log()))
+    assert found == pytest.approx([8, 16], rel=0.05)
+
+
 @pytest.mark.parametrize("layer", [ChimeraConv, ChimeraPathConv, GatedDeltaConv])
 def test_edge_features_matter_from_the_start(layer):
     """Selectivities of edges follow their features, as softplus has a slope there."""
