@@ -17,8 +17,8 @@ Problems, where k varies smoothly, or is that of two materials:
 
 Arms, with the option that each searches (see ``protocol.py``):
 
-* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
-  gate
+* ``chimera``: three blocks of GatedGCN, ChimeraConv, whose ranges grow with the mesh,
+  and a feed-forward network; input gate
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT; depth
@@ -70,6 +70,8 @@ PROBLEMS = {
     "elasticity": (2, 8, 4),
 }
 WALK = 16
+#: About the size of the meshes to train on: ranges grow with larger ones.
+REACH_NODES = 1000
 #: Of the graphs: to be raised when they change, so that files of others are not read.
 VERSION = 2
 #: `train` and so on are numbers of meshes, with `nodes` from and to; `large` are those
@@ -588,7 +590,7 @@ def build_model(
             return Processor(channels, hidden)
         if arm == "graph-unet":
             return GraphUNet(channels, hidden, channels, option)
-        return build_layer(arm, option, channels, hidden)
+        return build_layer(arm, option, channels, hidden, reach_nodes=REACH_NODES)
 
     walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(

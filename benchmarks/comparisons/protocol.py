@@ -102,10 +102,16 @@ class Alone(Module):
         return x + self.net(x)
 
 
-def build_layer(arm: str, option: Any, channels: int, hidden: int) -> Module:
+def build_layer(
+    arm: str,
+    option: Any,
+    channels: int,
+    hidden: int,
+    reach_nodes: int | None = None,
+) -> Module:
     """A layer of the arms that studies share: ``chimera`` (its option is the input
-    gate), ``gated-gcn``, ``gps``, ``gat`` and ``mlp``. All but the last two have
-    features of edges as wide as those of nodes.
+    gate; ``reach_nodes`` is for it alone), ``gated-gcn``, ``gps``, ``gat`` and ``mlp``.
+    All but the last two have features of edges as wide as those of nodes.
     """
     if arm == "mlp":
         return Alone(channels, hidden)
@@ -114,7 +120,7 @@ def build_layer(arm: str, option: Any, channels: int, hidden: int) -> Module:
     if arm == "chimera":
         mixer = ChimeraConv(
             channels, heads=4, state_channels=16, edge_dim=channels, reach=(4, 256),
-            input_gate=option,
+            input_gate=option, reach_nodes=reach_nodes,
         )  # fmt: skip
     elif arm == "gps":
         mixer = SelfAttention(channels, 4)

@@ -13,6 +13,8 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import AddRandomWalkPE
 from torch_geometric.utils import contains_isolated_nodes, is_undirected
 
+from pyg_chimera.nn import ChimeraConv
+
 SCALARS = ("poisson", "convection-diffusion")
 
 
@@ -279,6 +281,8 @@ def test_models_have_one_size(arm):
     study = compared.get_study("poisson")
     ours = study.build("chimera", "free", *study.sizes("chimera", "free", 64))
     size = common.count_parameters(ours)
+    ranges = [x.reach_nodes for x in ours.modules() if isinstance(x, ChimeraConv)]
+    assert ranges == 3 * [compared.REACH_NODES]
     for option in compared.ARMS[arm][1]:
         model = study.build(arm, option, *study.sizes(arm, option, 64))
         assert common.count_parameters(model) == pytest.approx(size, rel=0.02)
