@@ -359,8 +359,8 @@ def chimera_transitions(
     reach_nodes = getattr(p.conv, "reach_nodes", None)
     if reach_nodes is not None:
         graph = [0] * num_nodes if batch is None else batch.tolist()
-        share = torch.tensor([graph.count(i) / reach_nodes for i in graph])
-        psi = psi + share.to(psi.dtype).log().view(-1, 1)
+        share = psi.new_tensor([graph.count(i) / reach_nodes for i in graph])
+        psi = psi + share.log().view(-1, 1)
     parts = [target[row], source[col]] + ([] if edge is None else [edge])
     log_a = -sum(parts) / len(parts)
     if getattr(p.conv, "normalization", "paper") == "released":

@@ -9,6 +9,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 from torch_geometric.utils import scatter
 
+from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.nn._norm import RMSNorm, rms_norm
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
@@ -382,7 +383,7 @@ def _log_size(psi: Tensor, batch: Tensor | None, reach_nodes: int) -> Tensor:
     """The logarithm of how many times as large as `reach_nodes` each node's graph is,
     [V, 1] or [].
     """
-    ones = torch.ones_like(psi[:, :1], dtype=torch.float32)
+    ones = torch.ones_like(at_least_float32(psi[:, :1]))
     if batch is None:
         size = ones.sum()
     else:

@@ -35,7 +35,8 @@ def graphs_of(case: Case, conv: torch.nn.Module, inputs: Inputs) -> Graphs:
     attrs = None
     if getattr(conv, "edge_dim", None):
         attrs = [inputs.edge_attr[mine] for mine in of]
-    return Graphs([inputs.edge_index[:, mine] for mine in of], attrs)
+    edges = [inputs.edge_index[:, mine] for mine in of]
+    return Graphs(edges, attrs, inputs.batch)
 
 
 DAG = partial(chimera_dag, edge_dim=EDGE)

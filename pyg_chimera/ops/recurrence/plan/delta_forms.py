@@ -1,6 +1,7 @@
 """The forms of the delta rule, and where they are refused."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ def bytes_of_matrices(graph: DeltaGraph, inputs: Any, threads: int) -> float:
     return 8 * (threads * n * (6 * n + 5 * N + 4 * P) + heads * V * P)
 
 
-class ByForm(NamedTuple):
+@dataclass
+class ByForm:
     """A backend that has a module for each form."""
 
     DEVICES: tuple[str, ...] | None
