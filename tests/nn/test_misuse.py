@@ -104,6 +104,8 @@ def test_flags_are_not_words(option: str) -> None:
     for wrong in ("no", None, 2):
         with pytest.raises(TypeError, match=f"'{option}' must be True or False"):
             ChimeraConv(C, **{option: wrong})
+    with pytest.raises(TypeError, match="'bias' must be True or False, got 'no'"):
+        KHopAttentionConv(C, bias="no")
     with pytest.raises(TypeError, match="'gamma' must be a number, got '1'"):
         ChimeraConv(C, gamma="1")
 

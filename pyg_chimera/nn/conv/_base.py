@@ -14,7 +14,7 @@ from pyg_chimera.nn._inputs import (
     named,
     why_not_finite,
 )
-from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT
+from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT, check_flag
 from pyg_chimera.ops.common.errors import NotFiniteError
 
 __all__ = ["Layer", "Mixer"]
@@ -82,6 +82,7 @@ class Mixer(Layer, MessagePassing):
         self, *, bias: bool = True, backend: str = "auto", **kwargs: Any
     ) -> None:
         super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
+        check_flag("bias", bias)
         self.bias = bias
         self.backend = backend
 

@@ -69,7 +69,6 @@ class GatedBlock(Mixer):
         )
         self.heads, _, _ = check_heads(self.out_channels, heads)
         check_flag("gated", gated)
-        check_flag("bias", self.bias)
         self.gated = gated
         self.num_dags = 1
         self.local_weight: Parameter | None = None

@@ -133,12 +133,13 @@ class ChimeraConv(ChimeraBlock):
             selectivities start as in the paper, log-uniform in [0.001, 0.1]. (default:
             :obj:`(4, 64)`)
         reach_nodes (int, optional): The number of nodes of the graphs that ranges are
-            meant for. In a graph with more nodes (one of :obj:`batch`; without it, all
-            nodes are one), :math:`\exp(-\Psi)` is smaller by the ratio, before and
-            after training, so that ranges grow with the square root of its size, as the
-            width of a mesh does: what is learned on small meshes holds for larger ones.
-            Not for :obj:`normalization="released"`. (default: :obj:`None`, ranges are
-            numbers of steps, whatever the size)
+            meant for. In a graph of n nodes (graphs are told apart by :obj:`batch`;
+            without it, all nodes count as one), :math:`\exp(-\Psi)` is divided by
+            n / :obj:`reach_nodes`, before and after training, so that ranges grow with
+            the square root of n, as the width of a planar mesh does: up to 512 steps on
+            larger graphs (by less if :obj:`gamma` is below one), and shorter on smaller
+            ones. Not for :obj:`normalization="released"`. (default: :obj:`None`, ranges
+            are numbers of steps, whatever the size)
         qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i` by its root mean square, and the latter by
             :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
@@ -309,9 +310,9 @@ class ChimeraConv(ChimeraBlock):
             edge_index (torch.Tensor or SparseTensor): The edge indices.
             edge_attr (torch.Tensor, optional): The edge features, for layers with
                 :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
-                outputs don't depend on it, unless the layer has :obj:`reach_nodes`.
-                (default: :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node. Used for speed only,
+                unless the layer has :obj:`reach_nodes`, for which batches of several
+                graphs need it. (default: :obj:`None`)
             rank (torch.Tensor, optional): The elimination rank, as stored by
                 :class:`~pyg_chimera.transforms.AddEliminationOrder`. (default:
                 :obj:`None`)

@@ -13,9 +13,10 @@ from pyg_chimera.ops.common.checks import check_number, setting
 
 
 class StaticTables:
-    r"""Tables of a graph that those of another one can be copied over, so that a
-    captured CUDA graph of a step with :class:`~pyg_chimera.nn.ChimeraConv` computes all
-    batches of small graphs that are padded to one shape. ::
+    r"""Keeps the tables of a graph at fixed addresses, so that those of another one can
+    be copied into them, and a captured CUDA graph of a step with
+    :class:`~pyg_chimera.nn.ChimeraConv` computes all batches of small graphs that are
+    padded to one shape. ::
 
         tables = ops.StaticTables(static.edge_index, static.batch)
         with tables, ops.unchecked():
@@ -26,8 +27,8 @@ class StaticTables:
             graph.replay()
 
     The algorithm remains that of the captured step, whose tables have room for larger
-    matrices. Tables can be replaced of :func:`~pyg_chimera.ops.chimera_transition`, and
-    of :func:`~pyg_chimera.ops.resolvent_mix` with :obj:`backend="triton"` and
+    matrices. Supported are :func:`~pyg_chimera.ops.chimera_transition`, and
+    :func:`~pyg_chimera.ops.resolvent_mix` with :obj:`backend="triton"` and
     :obj:`form="mask"`, which GPUs choose for graphs of up to some 400 nodes. The
     context applies to the thread that enters it.
 
@@ -35,8 +36,8 @@ class StaticTables:
         *tensors (torch.Tensor): The index tensors that layers read in the step:
             :obj:`edge_index`, and :obj:`batch` and :obj:`rank` where layers get these.
         room (float, optional): The factor by which the entries of all matrices, the
-            rows of the largest and the entries of factors may grow. Matrices of up to
-            512 rows remain such. (default: :obj:`1.5`)
+            rows of the largest and the entries of factors may grow. It never takes a
+            matrix of at most 512 rows beyond 512. (default: :obj:`1.5`)
 
     Raises:
         ValueError: If :obj:`room` is less than one; within the context, if the step
@@ -46,7 +47,8 @@ class StaticTables:
 
     def __init__(self, *tensors: Tensor, room: float = 1.5) -> None:
         for x in tensors:
-            if not isinstance(x, Tensor) or x.is_floating_point():
+            integers = isinstance(x, Tensor) and not x.dtype.is_floating_point
+            if not integers or x.dtype.is_complex or x.dtype == torch.bool:
                 got = x.dtype if isinstance(x, Tensor) else type(x).__name__
                 raise TypeError(f"'tensors' must be tensors of integers, got '{got}'")
         check_number("room", room)
@@ -75,7 +77,7 @@ class StaticTables:
         if x is None:
             return None
         for place, y in enumerate(self.tensors):
-            if x.data_ptr() == y.data_ptr() and x.shape == y.shape:
+            if all(f(x) == f(y) for f in (Tensor.data_ptr, Tensor.size, Tensor.stride)):
                 return place
         raise ValueError(
             "'tensors' must be all index tensors that layers read ('edge_index', "
@@ -90,7 +92,7 @@ class StaticTables:
 
         Args:
             *tensors (torch.Tensor): The index tensors, of the same shapes, in the order
-                of those of the step. The host reads them, so rather on the CPU.
+                of those of the step. The host reads them: pass CPU tensors.
 
         Raises:
             ValueError: If shapes differ, or if tables do not fit. Nothing has been

@@ -67,22 +67,22 @@ def test_influence_along_a_path(layer, heads, edge_dim):
 
 @pytest.mark.parametrize("with_batch", [True, False])
 def test_ranges_grow_with_the_root_of_the_size(with_batch):
+    """In larger graphs, and shrink in smaller ones, whatever the labels of a batch."""
     conv = ChimeraConv(CHANNELS, heads=1, reach=(8, 8), reach_nodes=100)
     torch.nn.init.constant_(conv.delta_bias[:2], -10)
-    paths = [nx.path_graph(n) for n in (100, 400)]
-    graphs = [nx.disjoint_union_all(paths)] if with_batch else paths
+    sizes = torch.tensor([100, 400, 36])
+    paths = [nx.path_graph(n) for n in sizes.tolist()]
+    batch = torch.tensor([3, 900, 7]).repeat_interleave(sizes) if with_batch else None
     found = []
-    for graph in graphs:
+    for graph in [nx.disjoint_union_all(paths)] if with_batch else paths:
         n = len(graph)
-        batch = (torch.arange(n) >= 100).long() if with_batch else None
         x, edge_index = torch.zeros(n, CHANNELS), edges(graph)
         with patch.object(chimera_conv, "resolvent_mix", wraps=resolvent_mix) as spy:
             conv(x, edge_index, batch=batch)
         L = resolvent(spy.call_args.args[4].detach(), edge_index, n)[0]
-        for i in (50, 300):
-            if i < n and not (n == 400 and i == 50):
-                found.append(-1 / float((L[i + 1, i] / L[i, i]).log()))
-    assert found == pytest.approx([8, 16], rel=0.05)
+        middles = [50, 300, 518] if with_batch else [n // 2]
+        found += [-1 / float((L[i + 1, i] / L[i, i]).log()) for i in middles]
+    assert found == pytest.approx([8, 16, 4.8], rel=0.05)
 
 
 @pytest.mark.parametrize("layer", [ChimeraConv, ChimeraPathConv, GatedDeltaConv])
