@@ -103,12 +103,20 @@ def launches() -> Iterator[Counter[str]]:
 
     with (
         patch.object(GridExecutor, "__call__", launch),
-        # What surrounds operators is computed as on a GPU.
-        patch.object(fused, "_are_ordinary", lambda _, devices: "cuda" in devices),
-        patch.object(triton_trial, "by_triton", lambda _: True),
+        as_on_gpus(),
         within_operators(partial(_Computing, found)),
     ):
         yield found
+
+
+@contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """What surrounds operators is computed as on a GPU."""
+    with (
+        patch.object(fused, "_are_ordinary", lambda _, devices: "cuda" in devices),
+        patch.object(triton_trial, "by_triton", lambda _: True),
+    ):
+        yield
 
 
 @contextmanager

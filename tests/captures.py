@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
+from operations import as_on_gpus
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from pyg_chimera.ops.common import fused, triton_trial
-
-__all__ = ["Capture", "captured", "on_gpus"]
+__all__ = ["Capture", "captured"]
 
 _LAUNCH = GridExecutor.__call__
 
@@ -76,15 +75,5 @@ def captured() -> Iterator[Capture]:
         with _disable_current_modes():
             _LAUNCH(self, *args, **kwargs)
 
-    with on_gpus() as patch, capture:
-        patch.setattr(GridExecutor, "__call__", launch)
+    with patch.object(GridExecutor, "__call__", launch), as_on_gpus(), capture:
         yield capture
-
-
-@contextmanager
-def on_gpus() -> Iterator[pytest.MonkeyPatch]:
-    """What surrounds operators is computed as on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_are_ordinary", lambda _, devices: "cuda" in devices)
-        patch.setattr(triton_trial, "by_triton", lambda _: True)
-        yield patch

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from operations import as_on_gpus
 from operators import (
     OPERATORS,
     assert_results,
@@ -15,7 +16,7 @@ from operators import (
 
 from pyg_chimera import nn
 from pyg_chimera.ops import edge_softmax, gated_norm, unchecked
-from pyg_chimera.ops.common import fused, operator, triton_runtime, triton_trial
+from pyg_chimera.ops.common import operator, triton_runtime
 
 if triton_runtime.INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)
@@ -161,8 +162,6 @@ def paths(*sizes, both_ways):
 def test_sizes_are_not_compiled_for(name, monkeypatch):
     """Kernels of a layer serve all batches."""
     monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
-    monkeypatch.setattr(fused, "_are_ordinary", lambda _, devices: "cuda" in devices)
-    monkeypatch.setattr(triton_trial, "by_triton", lambda _: True)
     for trial in (gated_norm._TRIAL, edge_softmax._TRIAL):
         monkeypatch.setattr(trial, "found", {torch.device("cpu"): True})
     for backend in BACKENDS:
@@ -170,7 +169,7 @@ def test_sizes_are_not_compiled_for(name, monkeypatch):
     layer, found = LAYERS[name](backend="triton"), []
     for sizes in ((80, 80), (79, 82), (81, 90, 66)):
         edges, batch = paths(*sizes, both_ways=name in ("ChimeraConv", "fronts"))
-        with specializations() as noted, unchecked():
+        with as_on_gpus(), specializations() as noted, unchecked():
             out = layer(torch.ones(sum(sizes), 16), edges, batch=batch)
             out.sum().backward()
         found.append(noted)

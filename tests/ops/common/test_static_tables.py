@@ -24,7 +24,8 @@ if not triton_runtime.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1: make test-triton", allow_module_level=True)
 pytest.importorskip("triton")
 
-from captures import captured, on_gpus
+from captures import captured
+from operations import as_on_gpus
 
 C = 4
 
@@ -84,13 +85,13 @@ def test_replay(inverse, names, captured_sizes, sizes):
     first, other = copy.deepcopy(static), molecules(sizes, 1)
     tables = StaticTables(*indices(static, names), room=2)
     with tables:
-        with on_gpus():
+        with as_on_gpus():
             step(conv, static, names)  # warm up
         with captured() as graph:
             found = step(conv, static, names)
     assert {inverse, "_sources"} < {name for name, *_ in graph.launches}
     for batch in (other, first):
-        with on_gpus():
+        with as_on_gpus():
             want = step(copy.deepcopy(conv), batch, names)
         tables.update(*indices(batch, names))
         for name in ("x", "edge_attr"):
@@ -122,7 +123,7 @@ def test_training_steps_of_a_model():
 
     tables = StaticTables(*indices(static))
     with tables, unchecked():
-        with on_gpus():
+        with as_on_gpus():
             step(model, static)
         with captured() as graph:
             loss = step(model, static)
@@ -132,7 +133,7 @@ def test_training_steps_of_a_model():
         if isinstance(x, torch.Tensor):
             static[name].copy_(x)
     graph.replay()
-    with on_gpus(), unchecked():
+    with as_on_gpus(), unchecked():
         assert_near(loss, step(again, other), 1e-13)
     for got, want in zip(model.parameters(), again.parameters(), strict=True):
         assert_near(got, want, 1e-13)
@@ -148,7 +149,7 @@ def leaves(tables):
 def test_what_does_not_fit_changes_nothing():
     static, large = molecules((15, 2, 4)), molecules((9, 5, 7))
     tables = StaticTables(*indices(static), room=1)
-    with tables, on_gpus():
+    with tables, as_on_gpus():
         step(layer(), static)
     before = [x.clone() for x in leaves(tables)]
     assert len(before) > 6
@@ -178,7 +179,7 @@ def test_errors():
 def test_tables_that_cannot_be_replaced():
     """Nor can structures of other operators."""
     static, options = molecules((9, 5, 7)), {"backend": "triton"}
-    with StaticTables(*indices(static)), on_gpus():
+    with StaticTables(*indices(static)), as_on_gpus():
         conv = ChimeraConv(C, C, 2, 4, solver="sparse", form="state", **options)
         with pytest.raises(ValueError, match="cannot replace 'tuple', which this step"):
             conv.double()(static.x, static.edge_index, batch=static.batch)
@@ -187,7 +188,7 @@ def test_tables_that_cannot_be_replaced():
     conv = ChimeraDAGConv(C, C, 2, 4, order=None, **options).double()
     with (
         StaticTables(edge_index),
-        on_gpus(),
+        as_on_gpus(),
         pytest.raises(ValueError, match="which this step needs; they take Chimera"),
     ):
         conv(static.x, edge_index)
