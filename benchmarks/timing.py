@@ -42,6 +42,9 @@ def interleave(
     even if absolute times don't. The first call of a step, which may compile kernels,
     is not timed, however long it takes. It is then repeated until it has taken `budget`
     seconds, but at least once.
+
+    Garbage is collected after long rounds only: it leaves the caches cold, and then the
+    first step of a round would always be the one that finds them so.
     """
     rounds: dict[Hashable, Rounds] = {key: [] for key in steps}
     spent = dict.fromkeys(steps, 0.0)
@@ -49,6 +52,7 @@ def interleave(
     gc.disable()
     try:
         for number in range(repeats + 1):
+            began = time.perf_counter()
             for key, step in steps.items():
                 if spent[key] > budget:
                     rounds[key].append(None)
@@ -58,7 +62,8 @@ def interleave(
                 if number > 0:
                     spent[key] += time.perf_counter() - start
                 rounds[key].append(timing if number > 0 else None)
-            gc.collect()
+            if time.perf_counter() - began > 1:
+                gc.collect()
     finally:
         gc.enable()
     return rounds

@@ -191,33 +191,19 @@ def _forward(*args: Any) -> tuple[Tensor, Sequence[Tensor], None]:
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.forward(given, options), (), None
-    out = given[0].new_empty(given[0].shape)
-    _run(_forward_tasks, given, options, as_array(out).reshape(-1))
+    (out,) = _forwards([(given, options)])
     return out, (), None
 
 
 def _backward(
     given: Any, options: _Options, _: Any, grads: Sequence[Tensor], __: None = None
 ) -> list[Tensor | None]:
-    x, weight, gate, factor, value, skip = given
-    if triton_trial.by_triton(x):
+    if triton_trial.by_triton(given[0]):
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.backward(given, options, grads[0])
-    tasks = -(-len(x) // _ROWS)
-    dx, dgate, dfactor, dvalue = (
-        None if y is None else y.new_empty(y.shape) for y in (x, gate, factor, value)
-    )
-    dweight = None if weight is None else weight.new_zeros(tasks, *weight.shape)
-    dskip = None if skip is None else x.new_zeros(tasks, x[0].numel())
-    each = (dx, dweight, dgate, dfactor, dvalue, dskip)
-    d = _Arrays(*(_flat(y, x.dtype) for y in each))
-    _run(_backward_tasks, given, options, _flat(grads[0], x.dtype), d)
-    if dweight is not None:
-        dweight = dweight.sum(0)
-    if dskip is not None:
-        dskip = dskip.view(tasks, len(skip), -1).sum((0, 2))
-    return [dx, dweight, dgate, dfactor, dvalue, dskip]
+    (found,) = _backwards([(given, options)], grads)
+    return found
 
 
 _DEVICES = ("cpu", "cuda")
@@ -282,8 +268,7 @@ def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor], N
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.inputs_forward(_parts(*args)), (), None
-    outs = (_forward(*rows, options)[0] for rows, options in _parts(*args))
-    return tuple(outs), (), None
+    return _forwards(_parts(*args)), (), None
 
 
 def _backward_inputs(
@@ -293,10 +278,7 @@ def _backward_inputs(
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.inputs_backward(_parts(*(*given, normed)), grads)
-    query, key, value = (
-        _backward(rows, options, (), [grad])
-        for (rows, options), grad in zip(_parts(*(*given, normed)), grads, strict=True)
-    )
+    query, key, value = _backwards(_parts(*(*given, normed)), grads)
     return [query[0], key[0], value[0], value[3]]
 
 
@@ -339,22 +321,67 @@ class _Arrays(NamedTuple):
     skip: np.ndarray
 
 
-def _run(kernel: Any, given: Any, options: _Options, *others: Any) -> None:
-    """Runs a kernel in tasks of some rows."""
-    x, weight, gate, factor, value, skip = given
-    rows, channels = len(x), x.size(-1)
-    width = x.numel() // rows
-    found = (_rows(y, x.dtype) for y in (x, gate, value, factor))
-    arrays, strides = zip(*found, strict=True)
-    xs, gates, values, factors = arrays
-    skips = _flat(skip, x.dtype)
-    if skip is not None:
-        skips = skips.repeat(width // len(skips))
-    size = _Size(rows, width // channels, channels, 1 / channels, *strides)
-    operands = _Arrays(xs, _flat(weight, x.dtype), gates, factors, values, skips)
-    costs = np.full(-(-rows // _ROWS), 1.0 * _ROWS * width)
-    scratch = 3 * (channels + 16)
-    run(kernel, costs, scratch, xs.dtype, size, options, operands, *others)
+_Part = tuple[Sequence[Tensor | None], _Options]
+
+
+def _forwards(parts: Sequence[_Part]) -> tuple[Tensor, ...]:
+    """The outputs of several functions of as many rows each."""
+    outs = tuple(given[0].new_empty(given[0].shape) for given, _ in parts)
+    _run(_forward_tasks, parts, [(as_array(out).reshape(-1),) for out in outs])
+    return outs
+
+
+def _backwards(
+    parts: Sequence[_Part], grads: Sequence[Tensor]
+) -> list[list[Tensor | None]]:
+    """The gradients of all inputs of each."""
+    found, others = [], []
+    for ((x, weight, gate, factor, value, skip), _), grad in zip(
+        parts, grads, strict=True
+    ):
+        tasks = -(-x.size(0) // _ROWS)
+        dx, dgate, dfactor, dvalue = (
+            None if y is None else y.new_empty(y.shape)
+            for y in (x, gate, factor, value)
+        )
+        dweight = None if weight is None else weight.new_zeros(tasks, *weight.shape)
+        dskip = None if skip is None else x.new_zeros(tasks, x[0].numel())
+        found.append([dx, dweight, dgate, dfactor, dvalue, dskip])
+        each = _Arrays(*(_flat(y, x.dtype) for y in found[-1]))
+        others.append((_flat(grad, x.dtype), each))
+    _run(_backward_tasks, parts, others)
+    for (given, _), each in zip(parts, found, strict=True):
+        _, dweight, _, _, _, dskip = each
+        if dweight is not None:
+            each[1] = dweight.sum(0)
+        if dskip is not None:
+            each[5] = dskip.view(len(dskip), len(given[5]), -1).sum((0, 2))
+    return found
+
+
+def _run(kernel: Any, parts: Sequence[_Part], others: Sequence[tuple]) -> None:
+    """Runs a kernel in tasks of some rows, each of all parts."""
+    found, most, total = [], 0, 0
+    for ((x, weight, gate, factor, value, skip), options), more in zip(
+        parts, others, strict=True
+    ):
+        rows, channels = x.size(0), x.size(-1)
+        width = x.numel() // rows
+        xs, x_stride = _rows(x, x.dtype)
+        gates, gate_stride = _rows(gate, x.dtype)
+        values, value_stride = _rows(value, x.dtype)
+        factors, factor_stride = _rows(factor, x.dtype)
+        skips = _flat(skip, x.dtype)
+        if skip is not None:
+            skips = skips.repeat(width // len(skips))
+        strides = x_stride, gate_stride, value_stride, factor_stride
+        size = _Size(rows, width // channels, channels, 1 / channels, *strides)
+        weights = _flat(weight, x.dtype)
+        operands = _Arrays(xs, weights, gates, factors, values, skips)
+        found.append((size, options, operands, *more))
+        most, total = max(most, channels), total + width
+    costs = np.full(-(-rows // _ROWS), 1.0 * _ROWS * total)
+    run(kernel, costs, 3 * (most + 16), xs.dtype, tuple(found))
 
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
@@ -425,7 +452,19 @@ def _start(row, slope, p, value, skip, skips, size, options, real):
 
 
 @jit
-def _forward_tasks(first, last, stop, scratch, size, options, operands, out):
+def _forward_tasks(first, last, stop, scratch, parts):
+    for part in parts:
+        _forward_rows(first, last, stop, scratch, *part)
+
+
+@jit
+def _backward_tasks(first, last, stop, scratch, parts):
+    for part in parts:
+        _backward_rows(first, last, stop, scratch, *part)
+
+
+@jit
+def _forward_rows(first, last, stop, scratch, size, options, operands, out):
     rows, groups, channels = size.rows, size.groups, size.channels
     weighted, gated = len(operands.weight) > 0, len(operands.gate) > 0
     scaled, skips = len(operands.factor) > 0, len(operands.skip) > 0
@@ -456,7 +495,7 @@ def _forward_tasks(first, last, stop, scratch, size, options, operands, out):
 
 
 @jit
-def _backward_tasks(first, last, stop, scratch, size, options, operands, grad, d):
+def _backward_rows(first, last, stop, scratch, size, options, operands, grad, d):
     rows, groups, channels, share = size.rows, size.groups, size.channels, size.share
     weighted, gated = len(operands.weight) > 0, len(operands.gate) > 0
     scaled, skips = len(operands.factor) > 0, len(operands.skip) > 0
