@@ -321,7 +321,8 @@ class _Arrays(NamedTuple):
     skip: np.ndarray
 
 
-_Part = tuple[Sequence[Tensor | None], _Options]
+#: The fields of `_Rows`, which need not be of that class, and options.
+_Part = tuple[Any, _Options]
 
 
 def _forwards(parts: Sequence[_Part]) -> tuple[Tensor, ...]:
@@ -335,7 +336,8 @@ def _backwards(
     parts: Sequence[_Part], grads: Sequence[Tensor]
 ) -> list[list[Tensor | None]]:
     """The gradients of all inputs of each."""
-    found, others = [], []
+    found: list[list[Tensor | None]] = []
+    others = []
     for ((x, weight, gate, factor, value, skip), _), grad in zip(
         parts, grads, strict=True
     ):
@@ -347,8 +349,8 @@ def _backwards(
         dweight = None if weight is None else weight.new_zeros(tasks, *weight.shape)
         dskip = None if skip is None else x.new_zeros(tasks, x[0].numel())
         found.append([dx, dweight, dgate, dfactor, dvalue, dskip])
-        each = _Arrays(*(_flat(y, x.dtype) for y in found[-1]))
-        others.append((_flat(grad, x.dtype), each))
+        d = _Arrays(*(_flat(y, x.dtype) for y in found[-1]))
+        others.append((_flat(grad, x.dtype), d))
     _run(_backward_tasks, parts, others)
     for (given, _), each in zip(parts, found, strict=True):
         _, dweight, _, _, _, dskip = each

@@ -31,7 +31,8 @@ class Step(NamedTuple):
 
 #: `ops/recurrence/choose.py` counts how many of each a call takes. Their times were
 #: measured one after the other on an AMD EPYC of the fourth generation (Zen 4), with
-#: vectors of 64 bytes, and are right to a factor of about two there. A *lane* is a
+#: vectors of 64 bytes, and are right to a factor of about two there; those of
+#: elimination and of dense matrices beside the others, on an Intel Xeon. A *lane* is a
 #: number of a state; those of the last vector count, even if they are not used.
 STEPS = MappingProxyType({
     # What any call takes beside its algorithm.
@@ -41,11 +42,11 @@ STEPS = MappingProxyType({
     # In mask form: products, and passes over resolvents.
     "mask: key of a pair": Step(0.1, 3), "mask: channel of a pair": Step(0.08, 3),
     "mask: pair": Step(1.5), "mask: block": Step(1e3), "mask: solving": Step(0.3, 3),
-    "dense: multiply-add": Step(0.05, 1), "dense: block": Step(1e5),
+    "dense: multiply-add": Step(0.08, 1), "dense: block": Step(2e5),
     # By elimination in state form.
-    "elimination: entry and lane": Step(0.3, 6.3),
-    "elimination: node and lane": Step(1.8, 15),
-    "elimination: multiply-add": Step(0.2, 1),
+    "elimination: entry and lane": Step(0.22, 6.3),
+    "elimination: node and lane": Step(1.2, 15),
+    "elimination: multiply-add": Step(0.15, 1),
     # Products with A, by whether the states of one vector are in the cache.
     "iteration: near": Step(0.14, 1), "iteration: far": Step(0.35, 1),
     # Chunks of paths.

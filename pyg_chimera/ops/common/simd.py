@@ -154,6 +154,20 @@ class _Code:
         args = pointer, align, self.mask(n), self.zeros
         return self.call("masked.load.*.p0", self.vector, *args)
 
+    def repeated(self, address: Any, n: Any) -> Any:
+        """The next numbers, as many as a power of two, again and again."""
+        index = ir.Constant(ir.VectorType(_INT, self.count), list(range(self.count)))
+        last = self.splat(self.builder.sub(n, _INT(1)))
+        size = self.splat(_INT(self.bytes))
+        steps = self.builder.mul(self.builder.and_(index, last), size)
+        places = self.builder.add(self.splat(address), steps)
+        kind = ir.VectorType(self.vector.element.as_pointer(), self.count)
+        places = self.builder.inttoptr(places, kind)
+        mask = ir.Constant(ir.VectorType(ir.IntType(1), self.count), [1] * self.count)
+        name = f"masked.gather.*.v{self.count}p0"
+        args = places, _LANE(self.bytes), mask, self.zeros
+        return self.call(name, self.vector, *args)
+
     def store(self, address: Any, value: Any) -> None:
         self.builder.store(value, self.at(address, self.vector)).align = self.bytes
 
@@ -331,6 +345,12 @@ def load_some(p: Pointer, n: int) -> np.ndarray:
     n = min(max(n, 0), lanes(p))
     v[:n] = p.next(n)
     return v
+
+
+@_compiles_to(_to_vector, _Code.repeated)
+def repeated(p: Pointer, n: int) -> np.ndarray:
+    """The next `n` numbers, a power of two up to `lanes(p)`, as often as they fit."""
+    return np.tile(p.next(n), lanes(p) // n)
 
 
 @_compiles_to(_to_nothing, _Code.store)

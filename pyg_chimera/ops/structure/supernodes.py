@@ -61,6 +61,11 @@ class Supernodes(NamedTuple):
         """[S], the number of rows below each supernode."""
         return np.diff(self.row_ptr)
 
+    @property
+    def sides(self) -> np.ndarray:
+        """[S], the sum of both."""
+        return self.widths + self.heights
+
     def by_block(self, x: np.ndarray) -> np.ndarray:
         """[T], the sums over the supernodes of each block."""
         return np.diff(np.append(0.0, np.cumsum(x))[self.block_ptr])

@@ -27,12 +27,14 @@ from pyg_chimera.ops.common.simd import (
     load_some,
     pointer,
     power_of_two,
+    repeated,
     smaller,
     splat,
     store,
     store_some,
     total,
     transpose_square,
+    vector_lanes,
     zeros,
 )
 from pyg_chimera.ops.common.vector_kit import exp2
@@ -73,6 +75,22 @@ def combine(out, x, y, a, n):
         sums = sums + w
     r[n] = total(sums)
     return r[0]
+
+
+@jit
+def repeat(out, x, n):
+    store(pointer(out), repeated(pointer(x), n))
+
+
+@dtypes
+def test_numbers_are_repeated(dtype):
+    """Those after them are not read."""
+    count, n = vector_lanes(np.dtype(dtype))[0], 1
+    while n <= count:
+        x, out = np.arange(n, dtype=dtype), np.empty(count, dtype)
+        repeat(out, x, n)
+        assert np.array_equal(out, np.tile(x, count // n))
+        n *= 2
 
 
 sizes = st.integers(0, 40) | st.sampled_from([16, 32, 64, 65, 96, 128, 130])

@@ -23,7 +23,8 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import add_multiple, workspace
 from pyg_chimera.ops.recurrence.cpu.rows import growth_of
-from pyg_chimera.ops.structure.supernodes import supernodes
+from pyg_chimera.ops.recurrence.cpu.small_fronts import Subtrees, factor_subtrees
+from pyg_chimera.ops.structure.supernodes import Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 #: Columns that are eliminated together.
@@ -50,33 +51,39 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray,
     """
     nodes, heads = supernodes(symbolic), weight.shape[1]
     if factorize not in symbolic.tables:
-        symbolic.tables[factorize] = *_work_and_room(symbolic), symbolic.roots()
-    work, room, roots = symbolic.tables[factorize]
+        trees = Subtrees.of(nodes)
+        symbolic.tables[factorize] = trees, *_work_and_room(nodes, trees)
+    trees, work, room = symbolic.tables[factorize]
     out = np.empty((heads, nodes.panel_ptr[-1]), weight.dtype)
+    updates = factor_subtrees(trees, nodes, weight, out)
     growths = np.ones((len(symbolic.sizes), heads))
     run(
         _factor_blocks,
         np.repeat(work, heads),
         room,
         np.dtype(np.float64),
-        *(roots, nodes, weight, out, growths),
+        *(symbolic.roots(), nodes, weight, (trees, updates), out, growths),
     )
     return out, float(growths.max(initial=1.0))
 
 
-def _work_and_room(symbolic: SymbolicFactor) -> tuple[np.ndarray, int]:
+def _work_and_room(nodes: Supernodes, trees: Subtrees) -> tuple[np.ndarray, int]:
     """The cost of each block, and the numbers of scratch memory of a task."""
-    nodes = supernodes(symbolic)
-    widths, heights = nodes.widths, nodes.heights
-    sides = widths + heights
-    work = (0.1 * widths * sides**2 + 20.0 * sides + 3.0 * sides**2).astype(float)
+    widths, heights, sides = nodes.widths, nodes.heights, nodes.sides
+    work = 0.1 * widths * sides**2 + 20.0 * sides + 3.0 * sides**2
     room = sides**2 + widths * sides + widths * heights
-    room = int(room.max(initial=0)) + 5 * int(symbolic.sizes.max(initial=0))
+    room = int(room.max(initial=0)) + 5 * int(np.diff(nodes.start).max(initial=0))
+    # What is in small subtrees is looked at only.
+    work = np.where(trees.small == 1, 2.0 * widths, work)
     return nodes.by_block(work), room + int(nodes.stack[0])
 
 
 @jit
-def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths):
+def _factor_blocks(
+    begin, end, stop, scratch, root, nodes, weight, subtrees, out, growths
+):
+    trees, updates = subtrees
+    width = updates.width
     ptr, row_ptr, row, subtree = nodes.ptr, nodes.row_ptr, nodes.row, nodes.subtree
     heads = weight.shape[1]
     for task in range(begin, end):
@@ -100,6 +107,9 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
         for x in range(first, last):
             if stopped(stop):
                 return
+            if trees.small[x] == 1 and not grows:
+                fails |= updates.fails[h // width, x]
+                continue
             a, s, m = ptr[x], ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
             t = s + m
             for i in range(s):
@@ -121,11 +131,16 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
             y = x - 1
             while y > x - subtree[x]:  # its children; the last one is on top
                 r0, c = row_ptr[y], row_ptr[y + 1] - row_ptr[y]
-                top -= c * c
+                k = (h // width * trees.ptr[-1] + trees.ptr[y]) * width + h % width
+                source, by = updates.numbers, width
+                if grows or trees.small[y] == 0:
+                    top -= c * c
+                    source, k, by = scratch, top, 1
                 for i in range(c):
-                    target, source = F[place[row[r0 + i] - start]], top + i * c
+                    target = F[place[row[r0 + i] - start]]
                     for j in range(c):
-                        target[place[row[r0 + j] - start]] += scratch[source + j]
+                        target[place[row[r0 + j] - start]] += source[k]
+                        k += by
                 y -= subtree[y]
             usable = _eliminate(pointer(F), t, s, stop)
             for i in range(m):

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Batch, batches, graphs
 
+from pyg_chimera.ops.recurrence.cpu import small_fronts
 from pyg_chimera.ops.recurrence.cpu.multifrontal import factorize
 from pyg_chimera.ops.structure.supernodes import supernodes
 from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
@@ -19,18 +20,19 @@ def grid_edges(side: int) -> torch.Tensor:
     return torch.cat([pairs, pairs.flip(0)], dim=1)
 
 
-def assert_factors(edge_index, num_nodes, batch, scale, dtype=np.float64):
+def assert_factors(edge_index, num_nodes, batch, scale, dtype=np.float64, heads=2):
     """Panels are those of the dense factors, and so is the growth."""
     symbolic = symbolic_factor(edge_index, batch, None, num_nodes)
     random = np.random.default_rng(edge_index.size(1))
-    weight = (scale * random.standard_normal((edge_index.size(1), 2))).astype(dtype)
+    size = edge_index.size(1), heads
+    weight = (scale * random.standard_normal(size)).astype(dtype)
     panel, growth = factorize(symbolic, weight)
     nodes, largest = supernodes(symbolic), 1.0
     position = np.empty(num_nodes, np.int64)
     position[symbolic.node] = np.arange(num_nodes)
     source, target = position[edge_index.numpy()]
     root = symbolic.roots()
-    for h in range(2):
+    for h in range(heads):
         A = np.eye(num_nodes)
         np.subtract.at(A, (target, source), weight[:, h].astype(float))
         L, U = np.eye(num_nodes), A.copy()
@@ -66,6 +68,7 @@ def assert_factors(edge_index, num_nodes, batch, scale, dtype=np.float64):
                 norm = full[at].sum(1).max()
                 largest = max(largest, rows[at].sum(1).max() / norm)
     np.testing.assert_allclose(growth, largest, rtol=1e-6)
+    return symbolic
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -80,6 +83,34 @@ def test_random_batches(batch: Batch, scale: float):
 def test_grids(scale, dtype):
     """With supernodes above each other."""
     assert_factors(grid_edges(14), 196, None, scale, dtype)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 9])
+def test_heads(heads):
+    """Small fronts hold several: more than one vector of them here, or a part."""
+    assert_factors(grid_edges(9), 81, None, 0.05, heads=heads)
+
+
+@pytest.mark.parametrize("most", [0, 8, 12])
+def test_which_fronts_are_small(most, monkeypatch):
+    """None of them, or some below others that are not."""
+    monkeypatch.setattr(small_fronts, "_MOST", most)
+    symbolic = assert_factors(grid_edges(14), 196, None, 0.05)
+    trees, *_ = symbolic.tables[factorize]
+    assert trees.side <= most
+    assert len(trees.root) > 1 or most == 0
+
+
+def test_heads_that_are_not_dominant():
+    """Beside others that are, in the same vectors."""
+    edges, random = grid_edges(9), np.random.default_rng(0)
+    symbolic = symbolic_factor(edges, None, None, 81)
+    weight = random.standard_normal((edges.size(1), 4)) * [0.05, 0.3, 0.05, np.nan]
+    panels, growth = factorize(symbolic, weight)
+    assert growth == np.inf  # of the last head
+    for h in range(3):
+        alone, _ = factorize(symbolic, weight[:, h : h + 1].copy())
+        np.testing.assert_allclose(panels[h], alone[0], rtol=1e-12)
 
 
 def test_a_wide_front():
