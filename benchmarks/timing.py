@@ -31,6 +31,8 @@ class Timing(NamedTuple):
 
 #: The repetitions of a case by round: None where its time was used up.
 Rounds = list[Timing | None]
+#: Seconds of a step that is short.
+_SHORT = 0.5
 
 
 def interleave(
@@ -43,8 +45,9 @@ def interleave(
     is not timed, however long it takes. It is then repeated until it has taken `budget`
     seconds, but at least once.
 
-    Garbage is collected after long rounds only: it leaves the caches cold, and then the
-    first step of a round would always be the one that finds them so.
+    In training, a step follows the same one. So short ones are called twice, and timed
+    the second time: the first finds the caches and the memory that another step has
+    left, or the collection of garbage between rounds.
     """
     rounds: dict[Hashable, Rounds] = {key: [] for key in steps}
     spent = dict.fromkeys(steps, 0.0)
@@ -52,18 +55,18 @@ def interleave(
     gc.disable()
     try:
         for number in range(repeats + 1):
-            began = time.perf_counter()
             for key, step in steps.items():
                 if spent[key] > budget:
                     rounds[key].append(None)
                     continue
                 start = time.perf_counter()
                 timing = step()
+                if number > 0 and timing.total < _SHORT:
+                    timing = step()
                 if number > 0:
                     spent[key] += time.perf_counter() - start
                 rounds[key].append(timing if number > 0 else None)
-            if time.perf_counter() - began > 1:
-                gc.collect()
+            gc.collect()
     finally:
         gc.enable()
     return rounds

@@ -30,6 +30,20 @@ def test_interleave_takes_turns_and_drops_the_first_round():
     assert total == {"median": 4, "min": 3, "all": [3, 5]}
 
 
+def test_short_steps_are_timed_after_themselves():
+    calls = []
+
+    def step(name, seconds):
+        calls.append(name)
+        return timing.Timing(0.0, seconds * len(calls))
+
+    steps = {"long": lambda: step("l", 1.0), "short": lambda: step("s", 1e-3)}
+    rounds = timing.interleave(steps, repeats=2, budget=10.0)
+    assert "".join(calls) == "lslsslss"
+    totals = [x and x.total for x in rounds["short"]]
+    assert totals == pytest.approx([None, 5e-3, 8e-3])
+
+
 def test_interleave_times_a_slow_step_once():
     def slow():
         time.sleep(0.02)

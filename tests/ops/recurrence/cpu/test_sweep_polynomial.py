@@ -246,6 +246,25 @@ def test_slow_modes_halve_the_steps_and_need_no_float64(dtype):
     assert np.abs(right_image - rate * right).max() < 1e-7
 
 
+@pytest.mark.parametrize("seed", range(0, 20, 2))
+def test_no_slow_mode_is_missed(seed):
+    """Whatever the weights are: random vectors around zero have little of some, and in
+    few steps that seem to be best it does not show.
+    """
+    random, (num_nodes, degree) = np.random.default_rng(seed), (400, 8)
+    row = np.repeat(np.arange(num_nodes), degree)
+    col = random.integers(0, num_nodes, num_nodes * degree)
+    weight = np.exp(random.standard_normal(len(row)))
+    margin = np.maximum(1e-6, 1e-4 * np.exp(1.5 * random.standard_normal(num_nodes)))
+    weight *= (1 - margin)[row] / np.bincount(row, weight)[row]
+    A = csr_array((weight, (row, col)), (num_nodes, num_nodes))
+    given = A, np.array([0, num_nodes]), np.array([margin.min()]), torch.float32
+    _, modes, sweeps, gap = sweep_polynomial._steps(*given)
+    assert modes.any()
+    assert sweeps < 30
+    assert gap > 0.1
+
+
 def test_what_an_iteration_cannot_find_is_refused():
     sweep_polynomial.check_residual(1e-6, tolerance=5e-7)
     with pytest.raises(ValueError, match="standstill at a relative residual of"):
