@@ -8,7 +8,9 @@ process of its own::
     python benchmarks/predictions.py --only "planar, 2,000 nodes"
     python benchmarks/predictions.py --smoke
 
-The layer's time, with its projections and gates, is measured for comparison.
+The layer's time, with its projections and gates, is measured for comparison, and the
+multiply-adds of the operator and of matrix products are counted, beside those of what
+one would use instead.
 """
 
 import os
@@ -35,6 +37,11 @@ from timing import (
     table,
 )
 from torch import Tensor
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 from workloads import PEPTIDES
 
 from pyg_chimera.ops.common.operator import Operator, explained
@@ -73,16 +80,30 @@ def layer(case: Case) -> float:
     return time.process_time() - start
 
 
-def case_of(name: str, root: Path, smoke: bool) -> Case:
-    """The layer of ours in a row."""
+def products(case: Case) -> float:
+    """The multiply-adds of matrix products and attention, forward and backward."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    formulas = {
+        getattr(torch.ops.aten, name): lambda *x, **_: sdpa_flop_count(*x[:3]),
+        getattr(torch.ops.aten, f"{name}_backward"): lambda *x, **_: (
+            sdpa_backward_flop_count(*x[:4])
+        ),
+    }
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        case().sum().backward()
+    return counter.get_total_flops() / 2
+
+
+def cases_of(name: str, root: Path, smoke: bool) -> list[Case]:
+    """The layers of a row, ours first."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return dict(rows(Namespace(root=root, smoke=smoke, device="cpu")))[name]()[0]
+    return dict(rows(Namespace(root=root, smoke=smoke, device="cpu")))[name]()
 
 
 def mebibytes(name: str, root: Path, smoke: bool) -> float:
     """The most memory that a call adds to its inputs, after one to load the code."""
-    ((operator, inputs),) = calls(case_of(name, root, smoke))
+    ((operator, inputs),) = calls(cases_of(name, root, smoke)[0])
     both_passes(operator, inputs)
     before = reset_peak_memory()
     both_passes(operator, inputs)
@@ -92,7 +113,7 @@ def mebibytes(name: str, root: Path, smoke: bool) -> float:
 def measure(name: str, args: Namespace) -> dict[str, Any] | None:
     """A row of results; None for a layer whose operators have no predicted costs."""
     show(name)
-    case = case_of(name, args.root, args.smoke)
+    case, *others = cases_of(name, args.root, args.smoke)
     found = calls(case)
     if not found:
         return None
@@ -106,20 +127,23 @@ def measure(name: str, args: Namespace) -> dict[str, Any] | None:
     process = (mebibytes, name, args.root, args.smoke)
     measured["mebibytes"] = in_fresh_process(*process, limit=LIMIT)
     predicted = {"seconds": choice.cost.seconds, "mebibytes": choice.cost.memory / MIB}
+    operations = [choice.cost.operations + products(case), *map(products, others)]
     algorithm = f"{choice.operator}: {choice.solver}, {choice.form}"
-    return {"name": name, "algorithm": algorithm} | {
+    return {"name": name, "algorithm": algorithm, "operations": operations} | {
         "predicted": predicted, "measured": measured
     }  # fmt: skip
 
 
 def report(results: list[dict[str, Any]]) -> str:
-    lines = [["", "predicted, s", "measured, s", "layer, s", "MiB", "measured, MiB"]]
+    names = "", "multiply-adds", "instead", "predicted, s", "measured, s", "layer, s"
+    lines = [[*names, "MiB", "measured, MiB"]]
     for row in results:
         ours, real = row["predicted"], row["measured"]
         seconds = (ours["seconds"], real["seconds"], real["layer"])
         memory = (ours["mebibytes"], real["mebibytes"])
         cells = [*(f"{x:.2g}" for x in seconds), *(f"{x:.3g}" for x in memory)]
-        lines.append([row["name"], *cells])
+        counts = [f"{x:.2g}" for x in row["operations"]] + ["", ""]
+        lines.append([row["name"], *counts[:2], *cells])
     return table(lines)
 
 
