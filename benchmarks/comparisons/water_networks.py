@@ -15,6 +15,7 @@ Arms, with the option that each searches (see ``protocol.py``):
 
 * ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
   gate
+* ``chimera-reach``: the same with ``reach_nodes=1000``: ranges grow with a network
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT (as GATRes, arXiv 2311.10579); depth
@@ -49,7 +50,10 @@ from pyg_chimera.datasets import SampleSensors, WaterNetworks
 from pyg_chimera.nn import GPSLayer, GraphModel, RandomWalkEncoder
 from pyg_chimera.transforms import AddEliminationOrder
 
-ARMS = SHARED_ARMS | {"chebyshev": ("order", (24, 120))}
+ARMS = SHARED_ARMS | {
+    "chimera-reach": SHARED_ARMS["chimera"],
+    "chebyshev": ("order", (24, 120)),
+}
 WALK = 16
 KENTUCKY = ("ky1", "ky2", "ky3", "ky4", "ky5", "ky7", "ky8", "ky10", "ky11")
 FOREIGN = ("L-TOWN", "KL", "Richmond_standard", "Balerma")
@@ -164,6 +168,8 @@ def untrained(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
+    grows = arm == "chimera-reach"
+    arm = "chimera" if grows else arm
     wide = arm in ("chimera", "gated-gcn", "gps", "gat")
     depth = option if ARMS[arm][0] == "depth" else 3
 
@@ -171,7 +177,8 @@ def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel
         if arm == "chebyshev":
             conv = ChebConv(channels, channels, option)
             return GPSLayer(channels, conv, norm_first=True, mlp_channels=hidden)
-        return build_layer(arm, option, channels, hidden)
+        reach = 1000 if grows else None
+        return build_layer(arm, option, channels, hidden, reach_nodes=reach)
 
     structure = {"chimera": {"rank": "elimination_rank"}}
     structure["chebyshev"] = {"edge_weight": "conductance"}

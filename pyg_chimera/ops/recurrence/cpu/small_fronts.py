@@ -38,6 +38,8 @@ from pyg_chimera.ops.structure.supernodes import Supernodes
 
 #: The largest small front. Larger ones are faster by products of matrices.
 _MOST = 48
+#: Nanoseconds of a subtree, which one thread takes; those of more are cut.
+_LONG = 1e6
 
 
 class Subtrees(NamedTuple):
@@ -76,9 +78,11 @@ def _marked(parent, widths, heights, most):
     held, stack = 0, 0
     for x in range(len(parent)):
         y = parent[x]
+        work[x] += 100 + (0.3 * widths[x] + 2) * (widths[x] + heights[x]) ** 2
+        if work[x] > _LONG:
+            small[x] = 0
         held = held + heights[x] ** 2 - waiting[x] if small[x] == 1 else 0
         stack = max(stack, held)
-        work[x] += 100 + (0.3 * widths[x] + 2) * (widths[x] + heights[x]) ** 2
         if y < 0 or widths[y] + heights[y] > most:
             held = 0
         if y >= 0 and small[x] == 1:
@@ -93,7 +97,7 @@ class Updates(NamedTuple):
     """What subtrees leave for the fronts above them."""
 
     numbers: np.ndarray  #: those of each group of heads, of each root: [m, m, width]
-    fails: np.ndarray  #: [groups, S], of roots: whether a pivot is of no use
+    fails: np.ndarray  #: [groups, S], of roots: whether any head's pivot is of no use
     width: int  #: heads of a group, a power of two
 
 

@@ -196,13 +196,14 @@ def _steps(
     The component of a random right-hand side along an eigenvector is about 1 / sqrt(V)
     of its length, so a pass leaves at most sqrt(V) times the residual of any component.
     """
-    # Not around zero: slow modes are positive, most often, and must not be missed.
+    # Random, but not around zero: the slowest modes are positive, most often, and of
+    # such a vector little is left only if steps have found them.
     start = 1 + np.random.default_rng(0).standard_normal(A.shape[0])
     modes, gap = np.zeros((4, A.shape[0])), margins.min(initial=1.0)
     _, tolerance = precision_of(dtype, gap)
-    H, sweeps, last = _search(A, start, _FEW_STEPS, tolerance)
-    if last is not None:
-        modes = _slow_modes(A, ptr, last)
+    H, sweeps, is_enough = _search(A, start, _FEW_STEPS, tolerance)
+    if not is_enough:
+        modes = _slow_modes(A, ptr, H)
         right_image, left = modes[1:3]
         start -= right_image * _by_block(left * start, ptr)
         others = margins[np.maximum.reduceat(modes[0], ptr[:-1]) == 0]
@@ -276,10 +277,9 @@ def _correction(A: csr_array, x: np.ndarray, c: float, a: float) -> np.ndarray:
 
 def _search(
     A: csr_array, start: np.ndarray, most: int, tolerance: float
-) -> tuple[np.ndarray, float, np.ndarray | None]:
+) -> tuple[np.ndarray, float, bool]:
     """Arnoldi's matrix [m + 1, m] for the number of steps with the fewest products (the
-    last one, if none converges); these products; and, unless a pass is enough, the last
-    matrix, in which slow modes show best.
+    last one, if none converges); these products; and whether a pass is enough.
     """
     best, fewest, H = np.empty((1, 0)), np.inf, np.empty((1, 0))
     for m, wide in enumerate(_arnoldi(A, start, most), 1):
@@ -287,13 +287,13 @@ def _search(
         y = np.linalg.lstsq(H, right, rcond=None)[0]
         left = float(np.linalg.norm(right - H @ y))
         if left <= tolerance / 2:  # one pass, and one product for the residual
-            return H, m + 1, None
+            return H, m + 1, True
         worst = max(left, 1e-300) * np.sqrt(A.shape[0])
         if worst < 0.5:
             passes = np.ceil(np.log(tolerance) / np.log(worst))
             if passes * (m + 1) < fewest:
                 best, fewest = H, passes * (m + 1)
-    return best if fewest < np.inf else H, fewest, H
+    return (best, fewest, False) if fewest < np.inf else (H, fewest, False)
 
 
 def _slow_modes(A: csr_array, ptr: np.ndarray, H: np.ndarray) -> np.ndarray:

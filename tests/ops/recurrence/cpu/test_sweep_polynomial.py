@@ -248,9 +248,7 @@ def test_slow_modes_halve_the_steps_and_need_no_float64(dtype):
 
 @pytest.mark.parametrize("seed", range(0, 20, 2))
 def test_no_slow_mode_is_missed(seed):
-    """Whatever the weights are: random vectors around zero have little of some, and in
-    few steps that seem to be best it does not show.
-    """
+    """Whatever the weights are: random vectors around zero have little of some."""
     random, (num_nodes, degree) = np.random.default_rng(seed), (400, 8)
     row = np.repeat(np.arange(num_nodes), degree)
     col = random.integers(0, num_nodes, num_nodes * degree)
