@@ -32,8 +32,9 @@ class Step(NamedTuple):
 #: `ops/recurrence/choose.py` counts how many of each a call takes. Their times were
 #: measured one after the other on an AMD EPYC of the fourth generation (Zen 4), with
 #: vectors of 64 bytes, and are right to a factor of about two there; those of
-#: elimination and of dense matrices by what they take beside others on an Intel Xeon. A *lane* is a
-#: number of a state; those of the last vector count, even if they are not used.
+#: elimination and of dense matrices were set later, by what they take beside others on
+#: an Intel Xeon. A *lane* is a number of a state; those of the last vector count, even
+#: if they are not used.
 STEPS = MappingProxyType({
     # What any call takes beside its algorithm.
     "call": Step(1.5e6),
