@@ -30,9 +30,9 @@ def positive_sums(
 
     As no terms cancel, those of elimination are. Iterations, and dense matrices with
     pivoting, round off what is small beside the largest sum. So they are only a start:
-    the sums that are off are computed again, as a system of their own, from the exact
-    ones that they border, and with them all that are small beside the largest one of
-    the batch. Where contents cannot be read, as within compilers, they are NaN instead.
+    the sums that are off, and all that are small beside the largest one of the batch,
+    are computed again, as a system of their own, from the exact ones that they border.
+    Where contents cannot be read, as within compilers, those that are off are NaN.
 
     Sources m are float64 [V, heads, K], and weights float64 [E, heads]. The rest is as
     in `resolvent_mix`.
@@ -54,10 +54,11 @@ def positive_sums(
         off = left > _MOST_OFF * sums
         # Where an iteration ended before it reached a part of the graph, all but the
         # border of this part agrees with itself.
-        least = _SMALL * sums.amax(0) if sums.size(0) else 0
-        off |= (sums <= least) & off.any(0)
+        small = sums < (_SMALL * sums.amax(0) if sums.size(0) else 0)
+        off |= small & off.any(0)
     if not readable() or is_followed():
         return sums.masked_fill(off, torch.nan)
+    off |= small  # adjoints are as large as these are small, and would be rounded off
     for h, k in off.any(0).nonzero().tolist():
         part = off[:, h, k]
         if bool(part.all()):
