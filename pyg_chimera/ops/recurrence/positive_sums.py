@@ -30,9 +30,10 @@ def positive_sums(
 
     As no terms cancel, those of elimination are. Iterations, and dense matrices with
     pivoting, round off what is small beside the largest sum. So they are only a start:
-    the sums that are off, and all that are small beside the largest one of the batch,
-    are computed again, as a system of their own, from the exact ones that they border.
-    Where contents cannot be read, as within compilers, those that are off are NaN.
+    the sums that are off are computed again, as a system of their own, from the exact
+    ones that they border, and with them all that are small beside the largest one of
+    the batch; these in any case if a solver was asked for. Where contents cannot be
+    read, as within compilers, sums that are off are NaN instead.
 
     Sources m are float64 [V, heads, K], and weights float64 [E, heads]. The rest is as
     in `resolvent_mix`.
@@ -58,7 +59,8 @@ def positive_sums(
         off |= small & off.any(0)
     if not readable() or is_followed():
         return sums.masked_fill(off, torch.nan)
-    off |= small  # adjoints are as large as these are small, and would be rounded off
+    if solver != "auto":  # which most often eliminates
+        off |= small  # adjoints are as large as these are small, and are rounded off
     for h, k in off.any(0).nonzero().tolist():
         part = off[:, h, k]
         if bool(part.all()):
