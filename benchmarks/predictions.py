@@ -89,6 +89,7 @@ def products(case: Case) -> float:
             sdpa_backward_flop_count(*x[:4])
         ),
     }
+    case.x.requires_grad_()
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         case().sum().backward()
     return counter.get_total_flops() / 2

@@ -32,9 +32,9 @@ class Step(NamedTuple):
 #: `ops/recurrence/choose.py` counts how many of each a call takes. Their times were
 #: measured one after the other on an AMD EPYC of the fourth generation (Zen 4), with
 #: vectors of 64 bytes, and are right to a factor of about two there; those of
-#: elimination and of dense matrices were set later, by what they take beside others on
-#: an Intel Xeon. A *lane* is a number of a state; those of the last vector count, even
-#: if they are not used.
+#: elimination, dense matrices, chunks and masks of grids were set later, by what they
+#: take beside others on an Intel Xeon. A *lane* is a number of a state; those of the
+#: last vector count, even if they are not used.
 STEPS = MappingProxyType({
     # What any call takes beside its algorithm.
     "call": Step(1.5e6),
@@ -51,14 +51,14 @@ STEPS = MappingProxyType({
     # Products with A, by whether the states of one vector are in the cache.
     "iteration: near": Step(0.14, 1), "iteration: far": Step(0.35, 1),
     # Chunks of paths.
-    "chunk: within": Step(0.02, 1.2), "chunk: between": Step(0.02, 0.75),
+    "chunk: within": Step(0.0265, 1.2), "chunk: between": Step(0.02, 0.75),
     "chunk: decay": Step(1.0), "chunk: path": Step(100.0),
     # States of a graph. The more there are, the more often they are read from memory.
     "scan: state and lane": Step(0.45, 6), "scan: edge and lane": Step(0.2, 3),
     "scan: state": Step(300.0), "scan: edge": Step(150.0),
     "scan: far state and lane": Step(0.8),
     # Grids: the mask form, and scans with states on nodes or on edges.
-    "grid mask: multiply-add": Step(0.017, 1), "grid mask: pair": Step(0.4, 12),
+    "grid mask: multiply-add": Step(0.0183, 1), "grid mask: pair": Step(0.4, 12),
     "grid mask: node": Step(60.0), "grid nodes: state and lane": Step(0.4, 12),
     "grid nodes: state": Step(50.0), "grid nodes: row and lane": Step(0.5),
     "grid edges: state and lane": Step(0.8, 27), "grid edges: state": Step(70.0),

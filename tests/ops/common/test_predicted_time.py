@@ -91,7 +91,7 @@ def test_costs_say_what_they_include():
 
 
 def test_predicted_times_are_those_that_were_measured():
-    """To a factor of about two. Memory below a MiB is mostly what was free before."""
+    """Memory below a MiB is mostly what was free before."""
     path = ROOT / "benchmarks" / "results" / "predictions-cpu.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["predictions"]
     assert len(rows) >= 5
@@ -99,7 +99,7 @@ def test_predicted_times_are_those_that_were_measured():
         few = row["measured"]["mebibytes"] < 1
         for what in ("seconds",) if few else ("seconds", "mebibytes"):
             ratio = row["predicted"][what] / row["measured"][what]
-            assert 1 / 2.2 <= ratio <= 2.2, (row["name"], what)
+            assert 0.5 <= ratio <= 2, (row["name"], what)
 
 
 def test_larger_calls_cost_more():

@@ -52,8 +52,9 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray,
     nodes, heads = supernodes(symbolic), weight.shape[1]
     if factorize not in symbolic.tables:
         trees = Subtrees.of(nodes)
-        symbolic.tables[factorize] = trees, *_work_and_room(nodes, trees)
-    trees, work, room = symbolic.tables[factorize]
+        found = trees, *_work_and_room(nodes, trees), symbolic.roots()
+        symbolic.tables[factorize] = found
+    trees, work, room, roots = symbolic.tables[factorize]
     out = np.empty((heads, nodes.panel_ptr[-1]), weight.dtype)
     updates = factor_subtrees(trees, nodes, weight, out)
     growths = np.ones((len(symbolic.sizes), heads))
@@ -62,7 +63,7 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray,
         np.repeat(work, heads),
         room,
         np.dtype(np.float64),
-        *(symbolic.roots(), nodes, weight, (trees, updates), out, growths),
+        *(roots, nodes, weight, (trees, updates), out, growths),
     )
     return out, float(growths.max(initial=1.0))
 
