@@ -2,8 +2,9 @@
 
 Each arm has a learning rate and an option of its own, with two values each: four runs,
 for a fifth of the time, select on validation graphs. The best is trained for all of it,
-with several seeds. Time is the processor's. All have about as many parameters as three
-blocks of GatedGCN and Chimera: other models are wider or narrower.
+with several seeds, and with ``--long`` once for six times as long. Time is the
+processor's. All have about as many parameters as three blocks of GatedGCN and Chimera:
+other models are wider or narrower.
 
 Each run is a folder below ``--out``. Runs can be stopped (Ctrl-C, ``--time-limit``) and
 continued with ``--resume``, and arms be added in any order.
@@ -14,7 +15,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from math import ceil, inf, isnan, nan
 from pathlib import Path
 from statistics import mean, pstdev
@@ -55,6 +56,8 @@ from pyg_chimera.nn import (
 #: Those of the search, and the share of the time that a run of it takes.
 RATES = (1e-3, 3e-3)
 SEARCH = 0.2
+#: The time of a long run, in that of others.
+LONG = 6
 #: The arm whose size all have.
 OURS = "chimera"
 
@@ -138,9 +141,10 @@ def read(out: Path, name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def finals(args: Namespace, arm: str) -> list[str]:
-    """The runs with seeds."""
-    return [f"{arm}/seed-{args.seed + seed}" for seed in range(args.seeds)]
+def finals(args: Namespace, arm: str) -> dict[str, list[str]]:
+    """The runs of each row of the table: those with seeds, and the long one."""
+    seeds = [f"{arm}/seed-{args.seed + seed}" for seed in range(args.seeds)]
+    return {arm: seeds, f"{arm}-long": [f"{arm}/long"]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +179,9 @@ class Study:
             help="of processor time for each run, unless --epochs is given; default: 10"
         )  # fmt: skip
         add("--seeds", type=positive_int, help="default: 3")
+        add("--long", action="store_true",
+            help=f"train the best of each arm once more, {LONG} times as long"
+        )  # fmt: skip
         add("--status", action="store_true", help="only list what is missing in --out")
 
         def recipe(args: Namespace) -> dict[str, Any]:
@@ -213,7 +220,7 @@ class Study:
         }
 
     def plan(
-        self, args: Namespace, arms: list[str]
+        self, args: Namespace, arms: list[str], long: bool
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Runs and what they change; those with seeds depend on the search."""
         task = self.task()
@@ -226,15 +233,22 @@ class Study:
                 yield name, changes | {"minutes": short}
             scores = {x: sign * read(args.out, x)["best"][key] for x in found}
             best = min(scores, key=lambda x: inf if isnan(scores[x]) else scores[x])
-            for number, name in enumerate(finals(args, arm)):
+            seeds, (longer,) = finals(args, arm).values()
+            for number, name in enumerate(seeds):
                 yield name, found[best] | {"seed": args.seed + number}
+            if long:
+                whole = None if args.minutes is None else LONG * args.minutes
+                yield longer, found[best] | {"minutes": whole}
 
     def status(self, args: Namespace) -> str:
         """What is finished, begun and missing."""
         key, lines = f"val_{next(iter(self.task().metrics))}", []
         for arm in self.arms:
-            for name in (*self.searches(arm), *finals(args, arm)):
+            seeds, (longer,) = finals(args, arm).values()
+            for name in (*self.searches(arm), *seeds, longer):
                 found = read(args.out, name)
+                if name == longer and not found:  # it need not be
+                    continue
                 text = "missing"
                 if "best" in found:
                     text = f"{key} {found['best'][key]:.3g}"
@@ -245,20 +259,22 @@ class Study:
         return "\n".join(lines)
 
     def tabulate(self, args: Namespace, data: dict[str, Any]) -> Rows:
-        """A row for each arm that is finished: mean and deviation of its seeds."""
+        """Rows of what is finished: of an arm, mean and deviation of its seeds, and
+        its long run.
+        """
         steps = ceil(len(data["train"]) / args.batch_size)
         names = [name for name in data if name != "train"]
         metrics = self.task().metrics
         rows: Rows = {}
-        for arm in self.arms:
-            runs = [read(args.out, name) for name in finals(args, arm)]
+        for row, folders in chain(*(finals(args, x).items() for x in self.arms)):
+            runs = [read(args.out, name) for name in folders]
             found = [run for run in runs if "best" in run]
             if not found:
                 continue
             config = found[0]["config"]
-            rows[arm] = {
+            rows[row] = {
                 "parameters": found[0]["parameters"],
-                self.arms[arm][0]: config["option"],
+                self.arms[config["arm"]][0]: config["option"],
                 "lr": config["lr"],
                 "seeds": len(found),
                 "steps": round(steps * mean(run["epochs_done"] for run in found)),
@@ -266,13 +282,13 @@ class Study:
             for name, metric in product(names, metrics):
                 key = f"{name}_{metric}"
                 values = [run["best"][key] for run in found]
-                rows[arm] |= {key: mean(values), f"{key}_std": pstdev(values)}
+                rows[row] |= {key: mean(values), f"{key}_std": pstdev(values)}
         return rows
 
     def run(self, args: Namespace) -> dict[str, Any]:
         """Trains according to the command line and returns the results."""
-        arms, asked = list(dict.fromkeys(args.arms)), args.status
-        del args.arms, args.status  # a run that is resumed may have others
+        arms, long, asked = list(dict.fromkeys(args.arms)), args.long, args.status
+        del args.arms, args.long, args.status  # a run that is resumed may have others
         if asked:
             print(self.status(args))
             return {"stopped_by": None}
@@ -306,4 +322,4 @@ class Study:
         def table(_: Rows) -> Rows:
             return given | self.tabulate(args, data)
 
-        return fit_all(args, self.plan(args, arms), train, table)
+        return fit_all(args, self.plan(args, arms, long), train, table)

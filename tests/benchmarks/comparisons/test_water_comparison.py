@@ -81,12 +81,14 @@ def test_the_best_in_the_search_is_trained_with_seeds(tmp_path, monkeypatch):
         protocol, "read", lambda out, name: {"best": {"val_mae": scores[name]}}
     )
     args = compared.get_args(["--out", str(tmp_path), "--minutes", "5"])
-    runs = list(compared.STUDY.plan(args, ["gat"]))
+    runs = list(compared.STUDY.plan(args, ["gat"], long=True))
     assert [name for name, _ in runs[:4]] == names
     assert {changes["minutes"] for _, changes in runs[:4]} == {1.0}
-    assert [changes for _, changes in runs[4:]] == [
+    assert [changes for _, changes in runs[4:7]] == [
         {"arm": "gat", "option": 20, "lr": 1e-3, "seed": seed} for seed in range(3)
     ]
+    changes = {"arm": "gat", "option": 20, "lr": 1e-3, "minutes": 30.0}
+    assert runs[7:] == [("gat/long", changes)]
 
 
 def test_arms_come_in_any_order(call, tmp_path, capsys):
@@ -95,6 +97,9 @@ def test_arms_come_in_any_order(call, tmp_path, capsys):
     both = call("--arms", "chebyshev", "--resume")
     assert list(both["rows"]) == ["mean", "harmonic", "mlp", "chebyshev"]
     assert both["rows"]["mlp"] == first["rows"]["mlp"]
+    long = call("--arms", "mlp", "--resume", "--long")
+    assert list(long["rows"]) == ["mean", "harmonic", "mlp", "mlp-long", "chebyshev"]
+    assert long["rows"]["mlp-long"]["steps"] == 2  # epochs are given
     row = both["rows"]["mlp"]
     assert (row["seeds"], row["steps"]) == (1, 2)
     assert {"val_mae", "Net2_mae", "Net2_mae_std", "depth", "lr", "parameters"} <= set(
@@ -105,7 +110,7 @@ def test_arms_come_in_any_order(call, tmp_path, capsys):
     capsys.readouterr()
     call("--status")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 * len(compared.ARMS)
+    assert len(lines) == 5 * len(compared.ARMS) + 1
     for line in lines:
         done = line.startswith(("mlp/", "chebyshev/"))
         assert ("val_mae" in line) == done
