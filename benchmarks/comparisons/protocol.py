@@ -2,9 +2,10 @@
 
 Each arm has a learning rate and an option of its own, with two values each: four runs,
 for a fifth of the time, select on validation graphs. The best is trained for all of it,
-with several seeds, and with ``--long`` once for six times as long. Time is the
-processor's. All have about as many parameters as three blocks of GatedGCN and Chimera:
-other models are wider or narrower.
+with several seeds; with ``--long``, once more, with the first seed, for six times as
+long, as the row ``ARM-long`` of the table. Time is the processor's. All have about as
+many parameters as three blocks of GatedGCN and Chimera: other models are wider or
+narrower.
 
 Each run is a folder below ``--out``. Runs can be stopped (Ctrl-C, ``--time-limit``) and
 continued with ``--resume``, and arms be added in any order.
@@ -180,7 +181,8 @@ class Study:
         )  # fmt: skip
         add("--seeds", type=positive_int, help="default: 3")
         add("--long", action="store_true",
-            help=f"train the best of each arm once more, {LONG} times as long"
+            help=f"train the best of each --arms once more, {LONG} times as long; give "
+            "it again with --resume"
         )  # fmt: skip
         add("--status", action="store_true", help="only list what is missing in --out")
 
@@ -237,17 +239,17 @@ class Study:
             for number, name in enumerate(seeds):
                 yield name, found[best] | {"seed": args.seed + number}
             if long:
-                whole = None if args.minutes is None else LONG * args.minutes
-                yield longer, found[best] | {"minutes": whole}
+                times = (("minutes", args.minutes), ("epochs", args.epochs))
+                yield longer, found[best] | {x: t and LONG * t for x, t in times}
 
-    def status(self, args: Namespace) -> str:
+    def status(self, args: Namespace, long: bool) -> str:
         """What is finished, begun and missing."""
         key, lines = f"val_{next(iter(self.task().metrics))}", []
         for arm in self.arms:
             seeds, (longer,) = finals(args, arm).values()
             for name in (*self.searches(arm), *seeds, longer):
                 found = read(args.out, name)
-                if name == longer and not found:  # it need not be
+                if name == longer and not (found or long):
                     continue
                 text = "missing"
                 if "best" in found:
@@ -290,7 +292,7 @@ class Study:
         arms, long, asked = list(dict.fromkeys(args.arms)), args.long, args.status
         del args.arms, args.long, args.status  # a run that is resumed may have others
         if asked:
-            print(self.status(args))
+            print(self.status(args, long))
             return {"stopped_by": None}
         open_run(args)  # before data are made
         data = self.load(args)

@@ -87,7 +87,7 @@ def test_the_best_in_the_search_is_trained_with_seeds(tmp_path, monkeypatch):
     assert [changes for _, changes in runs[4:7]] == [
         {"arm": "gat", "option": 20, "lr": 1e-3, "seed": seed} for seed in range(3)
     ]
-    changes = {"arm": "gat", "option": 20, "lr": 1e-3, "minutes": 30.0}
+    changes = {"arm": "gat", "option": 20, "lr": 1e-3, "minutes": 30.0, "epochs": None}
     assert runs[7:] == [("gat/long", changes)]
 
 
@@ -97,9 +97,6 @@ def test_arms_come_in_any_order(call, tmp_path, capsys):
     both = call("--arms", "chebyshev", "--resume")
     assert list(both["rows"]) == ["mean", "harmonic", "mlp", "chebyshev"]
     assert both["rows"]["mlp"] == first["rows"]["mlp"]
-    long = call("--arms", "mlp", "--resume", "--long")
-    assert list(long["rows"]) == ["mean", "harmonic", "mlp", "mlp-long", "chebyshev"]
-    assert long["rows"]["mlp-long"]["steps"] == 2  # epochs are given
     row = both["rows"]["mlp"]
     assert (row["seeds"], row["steps"]) == (1, 2)
     assert {"val_mae", "Net2_mae", "Net2_mae_std", "depth", "lr", "parameters"} <= set(
@@ -110,11 +107,30 @@ def test_arms_come_in_any_order(call, tmp_path, capsys):
     capsys.readouterr()
     call("--status")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 * len(compared.ARMS) + 1
+    assert len(lines) == 5 * len(compared.ARMS)
     for line in lines:
         done = line.startswith(("mlp/", "chebyshev/"))
         assert ("val_mae" in line) == done
         assert line.endswith("missing") != done
+
+
+def test_a_long_run(call, capsys):
+    first = call("--arms", "mlp")["rows"]
+    capsys.readouterr()
+    call("--status", "--long")
+    assert capsys.readouterr().out.count("/long") == len(compared.ARMS)
+    rows = call("--arms", "mlp", "--resume", "--long")["rows"]
+    assert list(rows) == ["mean", "harmonic", "mlp", "mlp-long"]
+    assert rows["mlp"] == first["mlp"]
+    assert rows["mlp-long"]["steps"] == 6 * first["mlp"]["steps"]
+    assert rows["mlp-long"]["val_mae"] != first["mlp"]["val_mae"]
+    assert call("--arms", "mlp", "--resume")["rows"] == rows
+    capsys.readouterr()
+    call("--status")
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [x for x in lines if "/long" in x]
+    assert line.startswith("mlp/long")
+    assert "val_mae" in line
 
 
 def test_a_rate_that_is_too_high_ends_no_campaign(call, monkeypatch):
