@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import torch
 
+from pyg_chimera import __version__
 from pyg_chimera.ops.common.operator import OPERATORS
 from pyg_chimera.ops.common.verdicts import machine_of, remember, verdicts
 
@@ -29,8 +30,8 @@ def main(names: Sequence[str] = ()) -> int:
         return 2
     failed = False
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    versions = (f"{x} {version(x)}" for x in ("pyg-chimera", "numba", "llvmlite"))
-    print(f"{', '.join(versions)}, Python {platform.python_version()}")
+    versions = ", ".join(f"{x} {version(x)}" for x in ("numba", "llvmlite"))
+    print(f"pyg-chimera {__version__}, {versions}, Python {platform.python_version()}")
     print(platform.platform())
     for device in map(torch.device, devices):
         print(f"\n{device}: {machine_of(device)}\n")

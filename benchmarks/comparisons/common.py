@@ -59,6 +59,8 @@ from torch_geometric.loader import DataLoader
 from torchmetrics import MeanMetric, Metric
 from tqdm import tqdm
 
+import pyg_chimera
+
 sys.path.append(str(Path(__file__).parents[1]))
 from json_files import write_json
 
@@ -66,7 +68,7 @@ from json_files import write_json
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 RESULTS, CURVES, LAST, BEST = "results.json", "curves.png", "last.ckpt", "best.ckpt"
 PACKAGES = (
-    *("pyg-chimera", "torch", "torch-geometric", "pytorch-lightning", "torchmetrics"),
+    *("torch", "torch-geometric", "pytorch-lightning", "torchmetrics"),
     *("numba", "numpy", "scikit-learn", "ogb", "rdkit"),
 )
 
@@ -208,7 +210,8 @@ def read_run(out: Path) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    # The metadata of a clone may be stale.
+    found = {"pyg-chimera": pyg_chimera.__version__}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)

@@ -16,7 +16,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, product
+from itertools import product
 from math import ceil, inf, isnan, nan
 from pathlib import Path
 from statistics import mean, pstdev
@@ -142,10 +142,14 @@ def read(out: Path, name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def finals(args: Namespace, arm: str) -> dict[str, list[str]]:
-    """The runs of each row of the table: those with seeds, and the long one."""
-    seeds = [f"{arm}/seed-{args.seed + seed}" for seed in range(args.seeds)]
-    return {arm: seeds, f"{arm}-long": [f"{arm}/long"]}
+def finals(args: Namespace, arm: str) -> list[str]:
+    """The runs with seeds."""
+    return [f"{arm}/seed-{args.seed + seed}" for seed in range(args.seeds)]
+
+
+def longer(arm: str) -> str:
+    """The long run."""
+    return f"{arm}/long"
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,22 +239,21 @@ class Study:
                 yield name, changes | {"minutes": short}
             scores = {x: sign * read(args.out, x)["best"][key] for x in found}
             best = min(scores, key=lambda x: inf if isnan(scores[x]) else scores[x])
-            seeds, (longer,) = finals(args, arm).values()
-            for number, name in enumerate(seeds):
+            for number, name in enumerate(finals(args, arm)):
                 yield name, found[best] | {"seed": args.seed + number}
             if long:
                 times = (("minutes", args.minutes), ("epochs", args.epochs))
-                yield longer, found[best] | {x: t and LONG * t for x, t in times}
+                yield longer(arm), found[best] | {x: t and LONG * t for x, t in times}
 
     def status(self, args: Namespace, long: bool) -> str:
         """What is finished, begun and missing."""
         key, lines = f"val_{next(iter(self.task().metrics))}", []
         for arm in self.arms:
-            seeds, (longer,) = finals(args, arm).values()
-            for name in (*self.searches(arm), *seeds, longer):
+            names = [*self.searches(arm), *finals(args, arm)]
+            if long or read(args.out, longer(arm)):
+                names.append(longer(arm))
+            for name in names:
                 found = read(args.out, name)
-                if name == longer and not (found or long):
-                    continue
                 text = "missing"
                 if "best" in found:
                     text = f"{key} {found['best'][key]:.3g}"
@@ -267,9 +270,12 @@ class Study:
         steps = ceil(len(data["train"]) / args.batch_size)
         names = [name for name in data if name != "train"]
         metrics = self.task().metrics
+        runs_of: dict[str, list[str]] = {}
+        for arm in self.arms:
+            runs_of |= {arm: finals(args, arm), f"{arm}-long": [longer(arm)]}
         rows: Rows = {}
-        for row, folders in chain(*(finals(args, x).items() for x in self.arms)):
-            runs = [read(args.out, name) for name in folders]
+        for row, folders in runs_of.items():
+            runs = [read(args.out, folder) for folder in folders]
             found = [run for run in runs if "best" in run]
             if not found:
                 continue
