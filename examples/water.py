@@ -6,6 +6,10 @@ learns nothing, and after these few minutes it is still far ahead::
 
     python examples/water.py    # minutes, on networks of wntr; or on files of EPANET:
     python examples/water.py --train a.inp b.inp.gz --test mine.inp --epochs 20
+
+A trained model may be the start, or with ``--epochs 0`` be tested as it is::
+
+    python examples/water.py --weights docs/weights/water_networks --epochs 0
 """
 
 from argparse import ArgumentParser
@@ -56,18 +60,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train", nargs="+", default=["Net2", "Net3", "ky10"])
     parser.add_argument("--test", nargs="+", default=["ky4"])
     parser.add_argument("--root", default="data/water", help="for computed states")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--weights", help="the folder of a trained model")
+    parser.add_argument("--epochs", type=int, default=10, help="0: only test")
     parser.add_argument("--out", default="water.png", help="replaced if there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="one epoch, a few states")
     args = parser.parse_args(argv)
-    count, epochs = (4, 1) if args.smoke else (200, args.epochs)
+    count, epochs = (4, min(1, args.epochs)) if args.smoke else (200, args.epochs)
     torch.manual_seed(args.seed)
     make = {"num_states": count, "pre_transform": AddEliminationOrder()}
-    loader = DataLoader(WaterNetworks(args.root, args.train, **make), 4, shuffle=True)
-    model = build_model()
-    optimizer, total = torch.optim.AdamW(model.parameters()), epochs * len(loader)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total)
+    given = args.weights
+    model = GraphModel.from_pretrained(given) if given else build_model()
+    if epochs:
+        states = WaterNetworks(args.root, args.train, **make)
+        loader = DataLoader(states, 4, shuffle=True)
+        optimizer, total = torch.optim.AdamW(model.parameters()), epochs * len(loader)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total)
     for epoch in range(epochs):
         for batch in loader:
             loss = errors(model.train()(**model.inputs(batch)), batch).mean()
@@ -80,17 +88,21 @@ def main(argv: list[str] | None = None) -> None:
     guesses["model"] = torch.no_grad()(lambda x: model.eval()(**model.inputs(x)))
     mean = {}
     for network in args.test:
-        plt.figure(figsize=(12, 4), clear=True)  # that of the last is kept
+        plt.figure(figsize=(12, 4), layout="constrained")  # that of the last is kept
         test = WaterNetworks(args.root, [network], sensors=SENSORS, **make)
         for i, (name, guess) in enumerate(guesses.items()):
             found = [errors(guess(state), state) for state in test]
             mean[name] = torch.cat(found).mean()
             plt.subplot(1, 3, i + 1, title=f"{name}: {mean[name]:.2f} m")
-            plt.scatter(*test[0].pos[test[0].target_mask].t(), 4, found[0], vmax=5)
+            at = test[0].pos[test[0].target_mask].t()
+            plt.scatter(*at, 4, found[0], vmin=0, vmax=mean["mean"])
+            plt.axis("equal")
+            plt.axis("off")
             print(f"{test[0].name}, {plt.gca().get_title()}")
+        plt.colorbar(label="error in metres")
         if mean["model"] > mean["harmonic"]:
             print(BEHIND)
-    plt.savefig(args.out)
+    plt.savefig(args.out, dpi=100)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = "".join(
     (DOCS / name).read_text(encoding="utf-8")
-    for name in ("examples.md", "index.md", "pictures.md", "results.md")
+    for name in ("examples.md", "index.md", "pictures.md", "results.md", "water.md")
 )
 
 
@@ -28,7 +28,7 @@ def script() -> ModuleType:
 
 def test_pictures_are_small_and_shown():
     files = sorted((DOCS / "pictures").iterdir())
-    assert len(files) == 9
+    assert len(files) == 10
     for path in files:
         assert path.suffix == (".svg" if path.stem == "recurrence" else ".png")
         assert path.stat().st_size < 100_000
@@ -40,7 +40,8 @@ def test_script_makes_them(script, tmp_path, capsys):
     script.main(["--steps", "1", "--out", str(tmp_path)])
     made = {path.name for path in tmp_path.iterdir()}
     there = {path.name for path in (DOCS / "pictures").iterdir()}
-    assert made == there - {"city_roads.png"}  # examples/city_roads.py makes it
+    examples = {f"{name}.png" for name in ("city_roads", "water")}  # make their own
+    assert made == there - examples
     assert capsys.readouterr().out.count("of the answers are right") == 4
 
 
