@@ -8,11 +8,14 @@ States are those of ``power_states.py``. Powers are in MW and Mvar, 100 for one 
 unit, and angles in degrees from the slack's. A bus with a generator has no load of its
 own: it feeds in the difference. Edges are the entries of the admittance matrix, per
 unit, with those of a bus to itself.
+
+Prints root mean squared errors without learning, of what the package's report of power
+flow has for models: the DC start of ``power_states.py``, a step of Newton's method from
+there, and the mean over states of each bus.
 """
 
-import argparse
 import sys
-from collections.abc import Iterable
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
@@ -23,45 +26,74 @@ from power_states import (
     PV,
     SLACK,
     TRIES,
+    Drawn,
     Grid,
     admittance,
+    direct_current,
     draw,
+    interpolated,
+    newton_step,
     read_grid,
     removable,
     write_grid,
 )
-from tqdm import trange
+from tqdm import tqdm
+
+Columns = dict[str, np.ndarray]
 
 BASE = 100.0
+#: By type, what is unknown.
+UNKNOWN = {"PQ": ("Vm", "Va"), "PV": ("Qg", "Va"), "REF": ("Pg", "Qg")}
 
 
-def describe(
-    grid: Grid, kept: np.ndarray, voltage: np.ndarray
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The columns of a state's nodes [n] and edges [e]."""
-    matrix, kind = admittance(grid, kept), grid.kind
+def describe(grid: Grid, kept: np.ndarray, voltage: np.ndarray) -> Columns:
+    """The columns of a state's nodes [n]."""
+    kind, matrix = grid.kind, admittance(grid, kept)
     power = BASE * voltage * (matrix @ voltage).conj()
     load, fed = np.where(kind == PQ, -power, 0), np.where(kind == PQ, 0, power)
     angle = np.angle(voltage / voltage[np.argmin(kind)], deg=True)
     nodes = {"bus": np.arange(len(kind)), "Pd": load.real, "Qd": load.imag}
     nodes |= {"Pg": fed.real, "Qg": fed.imag, "Vm": abs(voltage), "Va": angle}
-    nodes |= {"PQ": kind == PQ, "PV": kind == PV, "REF": kind == SLACK}
-    entries = matrix.tocoo()
-    edges = {"index1": entries.row, "index2": entries.col}
-    edges |= {"G": entries.data.real, "B": entries.data.imag}
-    return {x: 1 * y for x, y in nodes.items()}, edges
+    return nodes | {"PQ": kind == PQ, "PV": kind == PV, "REF": kind == SLACK}
 
 
-def write(path: Path, states: Iterable[dict[str, np.ndarray]]) -> None:
-    """Writes a file with a column for the number of the state."""
+def edges(grid: Grid, kept: np.ndarray) -> Columns:
+    """The columns of its edges [e]."""
+    entries = admittance(grid, kept).tocoo()
+    ends = {"index1": entries.row, "index2": entries.col}
+    return ends | {"G": entries.data.real, "B": entries.data.imag}
+
+
+def untrained(grid: Grid, drawn: Drawn) -> dict[str, Columns]:
+    """The columns of nodes that are known without learning."""
+    angle, magnitude = direct_current(grid, drawn), interpolated(grid, drawn)
+    start, matrix = magnitude * np.exp(1j * angle), admittance(grid, drawn.kept)
+    step = newton_step(matrix, drawn.power, grid.kind, start)
+    found = {"DC start": start, "Newton's step": step}
+    return {name: describe(grid, drawn.kept, x) for name, x in found.items()}
+
+
+def join(states: list[Columns]) -> pd.DataFrame:
+    """All states, with a column for their numbers."""
     rows = [pd.DataFrame({"scenario": i, **state}) for i, state in enumerate(states)]
-    pd.concat(rows).to_csv(path, index=False)
+    return pd.concat(rows, ignore_index=True).replace({True: 1, False: 0})
+
+
+def errors(found: pd.DataFrame, nodes: pd.DataFrame) -> dict[str, float]:
+    """Root mean squared errors of what is unknown."""
+    return {
+        f"{kind} {column}": float(
+            ((found - nodes)[column][nodes[kind] == 1] ** 2).mean() ** 0.5
+        )
+        for kind, columns in UNKNOWN.items()
+        for column in columns
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
     """Draws and writes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("grid", type=Path, nargs="?",
@@ -72,25 +104,37 @@ def main(argv: list[str] | None = None) -> None:
     add("--out", type=Path, default=Path("data", "gridfm"), help="default: data/gridfm")
     add("--smoke", action="store_true", help="two states")
     args = parser.parse_args(argv)
-    folder = args.out / (args.grid.stem if args.grid else "random")
+    folder = args.out / (args.grid.stem if args.grid else "random") / "raw"
     if folder.exists():
         parser.error(f"there is {folder} already: remove it, or choose another --out")
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.grid or write_grid(args.out / "random.npz", 100, args.seed)
+    if args.grid and not args.grid.exists():
+        parser.error(f"there is no {args.grid}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = args.grid or write_grid(folder.parent / "random.npz", 100, args.seed)
     grid, rng = read_grid(path), np.random.default_rng(args.seed)
-    count = 2 if args.smoke else args.states
-    candidates, states = removable(grid), []
-    for _ in trange(TRIES * count, disable=None):
-        if (found := draw(grid, candidates, rng)) is not None:
-            drawn, voltage = found
-            states.append(describe(grid, drawn.kept, voltage))
-        if len(states) == count:
-            break
-    else:
+    candidates, count = removable(grid), 2 if args.smoke else args.states
+    states: list[tuple[Drawn, np.ndarray]] = []
+    with tqdm(total=count, disable=None) as bar:
+        for _ in range(TRIES * count):
+            if len(states) < count and (found := draw(grid, candidates, rng)):
+                states.append(found)
+                bar.update()
+    if len(states) < count:
         parser.error(f"{path}: of {TRIES * count} draws, {len(states)} have a solution")
-    (folder / "raw").mkdir(parents=True)
-    for name, table in zip(("node", "edge"), zip(*states, strict=True), strict=True):
-        write(folder / "raw" / f"pf_{name}.csv", table)
+    nodes = join([describe(grid, drawn.kept, x) for drawn, x in states])
+    guesses = [untrained(grid, drawn) for drawn, _ in states]
+    rows = {name: join([guess[name] for guess in guesses]) for name in guesses[0]}
+    rows["mean of the bus"] = nodes.groupby("bus").transform("mean")
+    table = {name: errors(found, nodes) for name, found in rows.items()}
+    print(pd.DataFrame(table).T.to_string(float_format="{:.4g}".format))
+
+    unfinished = folder.with_name("unfinished")
+    unfinished.mkdir(exist_ok=True)
+    nodes.to_csv(unfinished / "pf_node.csv", index=False)
+    join([edges(grid, x.kept) for x, _ in states]).to_csv(
+        unfinished / "pf_edge.csv", index=False
+    )
+    unfinished.rename(folder)
 
 
 if __name__ == "__main__":
