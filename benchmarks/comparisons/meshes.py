@@ -26,9 +26,10 @@ Arms, with the option that each searches (see ``protocol.py``):
 * ``meshgraphnets``: processors of MeshGraphNets (arXiv 2010.03409); depth
 * ``graph-unet``: PyG's GraphUNet (arXiv 1905.05178), without features of edges; depth
 
-Beside them are the mean of the given values and their harmonic extension, the solution
-for constant k without load or velocity. ``unexplained`` is the share of the variance
-at nodes without a given value that is not explained, averaged over graphs.
+Beside them are the mean of the given values; their harmonic extension, the solution for
+constant k without load or velocity; and the solution of a linear system along edges,
+weighted by k. ``unexplained`` is the share of the variance at nodes without a given
+value that is not explained, averaged over graphs.
 """
 
 import sys
@@ -55,6 +56,7 @@ from torch_geometric.utils import scatter
 from torchmetrics import MeanMetric
 from tqdm import trange
 
+from pyg_chimera import ops
 from pyg_chimera.datasets._common import save_atomically
 from pyg_chimera.nn import GraphModel, RandomWalkEncoder
 from pyg_chimera.transforms import AddEliminationOrder
@@ -530,9 +532,25 @@ def harmonic_extension(data: Data) -> Tensor:
     return torch.from_numpy(np.concatenate(found, axis=1)).float()
 
 
+def edge_system(data: Data) -> Tensor:
+    """The solution, of each component, of one linear system along edges: means of
+    neighbours, weighted by k halfway, and loads. Exact for diffusion if triangles are
+    equilateral.
+    """
+    wide, target = data.y.size(1), data.edge_index[1]
+    x, free = data.x.double(), data.free[:, None]
+    weight = data.edge_attr[:, 3].double().exp() / np.sqrt(3)
+    total = scatter(weight, target, dim_size=len(x))
+    load = x[:, :wide] * 4 * np.pi / 1000 / total[:, None]
+    right = torch.where(free, load, x[:, wide + 2 : 2 * wide + 2])
+    share = weight / total[target] * data.free[target]
+    return ops.solve(data.edge_index, share, right).float()
+
+
 UNTRAINED: dict[str, Callable[[Data], Tensor]] = {
     "mean": lambda data: torch.zeros_like(data.y),
     "harmonic": harmonic_extension,
+    "edge-system": edge_system,
 }
 
 

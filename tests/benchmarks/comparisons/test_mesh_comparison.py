@@ -236,6 +236,27 @@ def test_the_harmonic_extension_solves_the_plain_problem():
     assert compared.unexplained(0 * found, data).item() > 0.5
 
 
+def test_the_system_of_edges_is_exact_for_equilateral_triangles():
+    row, column = np.divmod(np.arange(81), 9)
+    points = np.stack([column + row / 2, row * 0.75**0.5], axis=1)
+    at = np.flatnonzero((row < 8) & (column < 8))
+    corners = (at, at + 1, at + 9), (at + 1, at + 10, at + 9)
+    mesh = compared.Mesh(points, np.concatenate([np.stack(x, 1) for x in corners]))
+    draw = np.random.default_rng(0).normal
+    fixed = mesh.on_boundary()
+    assert fixed.sum() == 32
+    values, load = draw(size=(81, 1)), draw(size=(81, 1))
+    case = compared.Case(mesh, np.full(81, 0.3), load, fixed, values)
+    data = compared.get_inputs(case)
+    centre, scale, _ = compared.get_scale(case)
+    data.y = torch.from_numpy((case.solve() - centre) / scale).float()
+    found = compared.edge_system(data)
+    assert torch.allclose(found, data.y, atol=1e-4)
+    graphs = [compared.draw_graph("poisson", 300, [seed]) for seed in range(5)]
+    shares = [compared.unexplained(compared.edge_system(x), x).item() for x in graphs]
+    assert np.median(shares) < 0.05  # close to it on most others
+
+
 def test_walks_are_those_of_pyg():
     data = compared.draw_graph("poisson", 200, [0])
     expected = AddRandomWalkPE(compared.WALK, "walk")(data.clone()).walk
@@ -312,7 +333,8 @@ def test_a_processor_sums_its_edges():
 def test_arms_are_trained_and_tested(problem, call, tmp_path, refused):
     argv = ("--problem", problem, "--arms", "chimera", "meshgraphnets")
     rows = call(*argv)["rows"]
-    assert list(rows) == ["mean", "harmonic", "chimera", "meshgraphnets"]
+    untrained = ["mean", "harmonic", "edge-system"]
+    assert list(rows) == [*untrained, "chimera", "meshgraphnets"]
     keys = {f"{x}_unexplained" for x in ("val", "test", "large")}
     for row in rows.values():
         assert keys <= set(row)
