@@ -29,14 +29,12 @@ from power_states import (
     Drawn,
     Grid,
     admittance,
-    direct_current,
     draw,
-    interpolated,
-    newton_step,
     read_grid,
     removable,
     write_grid,
 )
+from power_states import describe as describe_state
 from tqdm import tqdm
 
 Columns = dict[str, np.ndarray]
@@ -66,11 +64,12 @@ def edges(grid: Grid, kept: np.ndarray) -> Columns:
 
 def untrained(grid: Grid, drawn: Drawn) -> dict[str, Columns]:
     """The columns of nodes that are known without learning."""
-    angle, magnitude = direct_current(grid, drawn), interpolated(grid, drawn)
-    start, matrix = magnitude * np.exp(1j * angle), admittance(grid, drawn.kept)
-    step = newton_step(matrix, drawn.power, grid.kind, start)
-    found = {"DC start": start, "Newton's step": step}
-    return {name: describe(grid, drawn.kept, x) for name, x in found.items()}
+    known, found = describe_state(grid, drawn), {}
+    for name, key in (("DC start", "start"), ("Newton's step", "step")):
+        angle, magnitude = known[key].T
+        voltage = magnitude * np.exp(1j * np.deg2rad(angle))
+        found[name] = describe(grid, drawn.kept, voltage)
+    return found
 
 
 def join(states: list[Columns]) -> pd.DataFrame:
@@ -116,7 +115,9 @@ def main(argv: list[str] | None = None) -> None:
     states: list[tuple[Drawn, np.ndarray]] = []
     with tqdm(total=count, disable=None) as bar:
         for _ in range(TRIES * count):
-            if len(states) < count and (found := draw(grid, candidates, rng)):
+            if len(states) == count:
+                break
+            if (found := draw(grid, candidates, rng)) is not None:
                 states.append(found)
                 bar.update()
     if len(states) < count:
