@@ -7,6 +7,7 @@ of 500 to 2,000 nodes, and tests on others of these sizes and on meshes of 20,00
 
     python benchmarks/comparisons/meshes.py                          # hours
     python benchmarks/comparisons/meshes.py --problem elasticity
+    python benchmarks/comparisons/meshes.py --norm graph_batch_norm --out runs/norms
     python benchmarks/comparisons/meshes.py --resume --arms chimera gps
 
 Problems, where k varies smoothly, or is that of two materials:
@@ -74,6 +75,8 @@ PROBLEMS = {
 WALK = 16
 #: About the size of the meshes to train on: ranges grow with larger ones.
 REACH_NODES = 1000
+#: Of the blocks of all models: of each node alone, or of a batch.
+NORMS = ("layer_norm", "graph_batch_norm")
 #: Of the graphs: to be raised when they change, so that files of others are not read.
 VERSION = 2
 #: `train` and so on are numbers of meshes, with `nodes` from and to; `large` are those
@@ -597,7 +600,7 @@ class Processor(Module):
 
 
 def build_model(
-    problem: str, arm: str, option: Any, channels: int, hidden: int
+    problem: str, norm: str, arm: str, option: Any, channels: int, hidden: int
 ) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
     out_channels, in_channels, edge_dim = PROBLEMS[problem]
@@ -608,7 +611,7 @@ def build_model(
             return Processor(channels, hidden)
         if arm == "graph-unet":
             return GraphUNet(channels, hidden, channels, option)
-        return build_layer(arm, option, channels, hidden, reach_nodes=REACH_NODES)
+        return build_layer(arm, option, channels, hidden, REACH_NODES, norm)
 
     walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(
@@ -619,7 +622,7 @@ def build_model(
         1 if arm == "graph-unet" else depth,
         edge_dim=None if arm in ("mlp", "graph-unet") else edge_dim,
         head="node",
-        norm="graph_batch_norm",
+        norm=norm,
         structure={"rank": "elimination_rank"} if arm == "chimera" else None,
         encodings=walks if option == "random-walk" else None,
     )
@@ -628,9 +631,9 @@ def build_model(
 # Runs ----------------------------------------------------------------------------
 
 
-def get_study(problem: str) -> Study:
-    """The comparison on a problem."""
-    build = partial(build_model, problem)
+def get_study(problem: str, norm: str = NORMS[0]) -> Study:
+    """The comparison on a problem, of models with a norm."""
+    build = partial(build_model, problem, norm)
     return Study(ARMS, build, get_task, get_datasets, untrained)
 
 
@@ -639,6 +642,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__doc__, ["default"], root="")
     add = parser.add_argument_group("data").add_argument
     add("--problem", choices=PROBLEMS, default="poisson", help="default: poisson")
+    add("--norm", choices=NORMS, default=NORMS[0], help=f"default: {NORMS[0]}")
     root = Path("data", "meshes")
     add("--processed-root", type=Path, default=root, help=f"default: {root}")
     args = get_study("poisson").parse(parser, argv, PRESETS)
@@ -648,4 +652,4 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 if __name__ == "__main__":
     args = get_args()
-    sys.exit(main(get_study(args.problem).run, args))
+    sys.exit(main(get_study(args.problem, args.norm).run, args))

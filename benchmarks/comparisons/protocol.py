@@ -112,6 +112,7 @@ def build_layer(
     channels: int,
     hidden: int,
     reach_nodes: int | None = None,
+    norm: str = "graph_batch_norm",
 ) -> Module:
     """A layer of the arms that studies share: ``chimera`` (its option is the input
     gate; ``reach_nodes`` is for it alone), ``gated-gcn``, ``gps``, ``gat`` and ``mlp``.
@@ -119,7 +120,7 @@ def build_layer(
     """
     if arm == "mlp":
         return Alone(channels, hidden)
-    conv: Module = GatedGCNConv(channels, channels, channels)
+    conv: Module = GatedGCNConv(channels, channels, channels, norm=norm)
     mixer: Module | None = None
     if arm == "chimera":
         mixer = ChimeraConv(
@@ -130,7 +131,9 @@ def build_layer(
         mixer = SelfAttention(channels, 4)
     elif arm == "gat":
         conv = GATConv(channels, channels // 4, heads=4, edge_dim=channels)
-    return GPSLayer(channels, conv, mixer, norm_first=True, mlp_channels=hidden)
+    return GPSLayer(
+        channels, conv, mixer, norm=norm, norm_first=True, mlp_channels=hidden
+    )
 
 
 # Runs ----------------------------------------------------------------------------

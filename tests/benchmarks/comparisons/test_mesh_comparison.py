@@ -309,6 +309,18 @@ def test_models_have_one_size(arm):
         assert common.count_parameters(model) == pytest.approx(size, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("norm", "kind"), zip(compared.NORMS, ("LayerNorm", "GraphBatchNorm"), strict=True)
+)
+def test_models_have_one_norm(norm, kind):
+    """But for that of the mixer."""
+    study = compared.get_study("poisson", norm)
+    for arm in ("chimera", "gated-gcn", "gps"):
+        model = study.build(arm, compared.ARMS[arm][1][0], 16, 16)
+        kinds = {type(x).__name__ for x in model.modules()}
+        assert {x for x in kinds if x.endswith("Norm")} - {"Norm", "RMSNorm"} == {kind}
+
+
 def test_a_processor_sums_its_edges():
     """Edge by edge, as in the paper."""
     torch.manual_seed(0)
