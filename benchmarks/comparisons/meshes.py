@@ -75,7 +75,8 @@ PROBLEMS = {
 WALK = 16
 #: About the size of the meshes to train on: ranges grow with larger ones.
 REACH_NODES = 1000
-#: Of the blocks of all models: of each node alone, or of a batch.
+#: Norms of blocks and of a model's end: of each node alone, or of a batch. Blocks of
+#: `mlp` and `meshgraphnets` have layer norms of their own.
 NORMS = ("layer_norm", "graph_batch_norm")
 #: Of the graphs: to be raised when they change, so that files of others are not read.
 VERSION = 2

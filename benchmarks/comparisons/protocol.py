@@ -116,7 +116,8 @@ def build_layer(
 ) -> Module:
     """A layer of the arms that studies share: ``chimera`` (its option is the input
     gate; ``reach_nodes`` is for it alone), ``gated-gcn``, ``gps``, ``gat`` and ``mlp``.
-    All but the last two have features of edges as wide as those of nodes.
+    All but the last two have features of edges as wide as those of nodes. ``norm`` is
+    not for ``mlp``.
     """
     if arm == "mlp":
         return Alone(channels, hidden)
