@@ -106,9 +106,7 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
             :class:`torch_geometric.nn.GPSConv`, always evaluates by running statistics,
             which lag behind the weights until the learning rate has decayed.
             :obj:`"layer_norm"` normalizes each node separately, and no graph of a batch
-            affects another in training. On meshes, where targets are solutions of an
-            equation, it lowers errors of Chimera, if it is set in :obj:`conv` as well.
-            (default: :obj:`"graph_batch_norm"`)
+            affects another in training. (default: :obj:`"graph_batch_norm"`)
         norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
             function defined by :obj:`norm`. For :obj:`"batch_norm"`,
             :obj:`allow_single_element` is set unless given here, and for layer norm,

@@ -23,7 +23,7 @@ def call(smoke, tmp_path):
     """Runs the comparison on few small meshes."""
 
     def run(args):
-        return compared.get_study(args.problem).run(args)
+        return compared.get_study(args.problem, args.norm).run(args)
 
     return partial(smoke, compared.get_args, run, "--processed-root", str(tmp_path))
 
