@@ -75,9 +75,6 @@ PROBLEMS = {
 WALK = 16
 #: About the size of the meshes to train on: ranges grow with larger ones.
 REACH_NODES = 1000
-#: Norms of blocks and of a model's end: of each node alone, or of a batch. Blocks of
-#: `mlp` and `meshgraphnets` have layer norms of their own.
-NORMS = ("layer_norm", "graph_batch_norm")
 #: Of the graphs: to be raised when they change, so that files of others are not read.
 VERSION = 2
 #: `train` and so on are numbers of meshes, with `nodes` from and to; `large` are those
@@ -86,12 +83,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         nodes=(500, 2000), large_nodes=20_000, train=500, held_out=50, large=10,
         length=200, minutes=10.0, seeds=3, channels=64, epochs=None, batch_size=4,
-        lr=RATES[0], warmup_epochs=1, optimizer="AdamW", weight_decay=0.01,
+        norm="layer_norm", lr=RATES[0], warmup_epochs=1, optimizer="AdamW",
+        weight_decay=0.01,
     ),
     "smoke": dict(
         nodes=(60, 120), large_nodes=300, train=4, held_out=2, large=1,
         length=4, minutes=None, seeds=1, channels=16, epochs=1, batch_size=2,
-        lr=RATES[0], warmup_epochs=0.5, optimizer="AdamW", weight_decay=0.01,
+        norm="layer_norm", lr=RATES[0], warmup_epochs=0.5, optimizer="AdamW",
+        weight_decay=0.01,
     ),
 }  # fmt: skip
 
@@ -612,7 +611,7 @@ def build_model(
             return Processor(channels, hidden)
         if arm == "graph-unet":
             return GraphUNet(channels, hidden, channels, option)
-        return build_layer(arm, option, channels, hidden, REACH_NODES, norm)
+        return build_layer(norm, arm, option, channels, hidden, REACH_NODES)
 
     walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(
@@ -632,9 +631,9 @@ def build_model(
 # Runs ----------------------------------------------------------------------------
 
 
-def get_study(problem: str, norm: str = NORMS[0]) -> Study:
-    """The comparison on a problem, of models with a norm."""
-    build = partial(build_model, problem, norm)
+def get_study(problem: str) -> Study:
+    """The comparison on a problem."""
+    build = partial(build_model, problem)
     return Study(ARMS, build, get_task, get_datasets, untrained)
 
 
@@ -643,7 +642,6 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__doc__, ["default"], root="")
     add = parser.add_argument_group("data").add_argument
     add("--problem", choices=PROBLEMS, default="poisson", help="default: poisson")
-    add("--norm", choices=NORMS, default=NORMS[0], help=f"default: {NORMS[0]}")
     root = Path("data", "meshes")
     add("--processed-root", type=Path, default=root, help=f"default: {root}")
     args = get_study("poisson").parse(parser, argv, PRESETS)
@@ -653,4 +651,4 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 if __name__ == "__main__":
     args = get_args()
-    sys.exit(main(get_study(args.problem, args.norm).run, args))
+    sys.exit(main(get_study(args.problem).run, args))

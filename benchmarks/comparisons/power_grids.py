@@ -67,12 +67,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         states=200, length=240, held_out=20, minutes=10.0, seeds=3, channels=64,
         epochs=None, batch_size=2, lr=RATES[0], warmup_epochs=1,
-        optimizer="AdamW", weight_decay=0.01,
+        optimizer="AdamW", weight_decay=0.01, norm="graph_batch_norm",
     ),
     "smoke": dict(
         states=8, length=8, held_out=2, minutes=None, seeds=1, channels=16,
         epochs=1, batch_size=4, lr=RATES[0], warmup_epochs=0.5,
-        optimizer="AdamW", weight_decay=0.01,
+        optimizer="AdamW", weight_decay=0.01, norm="graph_batch_norm",
     ),
 }  # fmt: skip
 
@@ -183,14 +183,18 @@ class EdgesThenHops(Module):
         return self.filter(x + scatter(message, target, 0, len(x)), edge_index)
 
 
-def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel:
+def build_model(
+    norm: str, arm: str, option: Any, channels: int, hidden: int
+) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
 
     def layer(_: int) -> Module:
         if arm == "hops":
             conv = EdgesThenHops(channels, option)
-            return GPSLayer(channels, conv, norm_first=True, mlp_channels=hidden)
-        return build_layer(arm, option, channels, hidden)
+            return GPSLayer(
+                channels, conv, norm=norm, norm_first=True, mlp_channels=hidden
+            )
+        return build_layer(norm, arm, option, channels, hidden)
 
     walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(
@@ -201,7 +205,7 @@ def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel
         option if ARMS[arm][0] == "depth" else 3,
         edge_dim=None if arm == "mlp" else 8,
         head="node",
-        norm="graph_batch_norm",
+        norm=norm,
         structure={"rank": "elimination_rank"} if arm == "chimera" else None,
         encodings=walks if option == "random-walk" else None,
     )

@@ -61,6 +61,9 @@ SEARCH = 0.2
 LONG = 6
 #: The arm whose size all have.
 OURS = "chimera"
+#: Norms of blocks, and of a model's end: of each node alone, or of a batch. Layers that
+#: are no blocks have norms of their own.
+NORMS = ("layer_norm", "graph_batch_norm")
 
 Arms = dict[str, tuple[str, tuple[Any, Any]]]
 Rows = dict[str, dict[str, Any]]
@@ -107,12 +110,12 @@ class Alone(Module):
 
 
 def build_layer(
+    norm: str,
     arm: str,
     option: Any,
     channels: int,
     hidden: int,
     reach_nodes: int | None = None,
-    norm: str = "graph_batch_norm",
 ) -> Module:
     """A layer of the arms that studies share: ``chimera`` (its option is the input
     gate; ``reach_nodes`` is for it alone), ``gated-gcn``, ``gps``, ``gat`` and ``mlp``.
@@ -162,14 +165,14 @@ class Study:
 
     Args:
         arms: The own option of each arm, and its two values.
-        build: A model, by arm, option, width, and width of feed-forward networks.
+        build: A model, by norm, arm, option, width, and width of feed-forward networks.
         task: The metrics are those of the table; the first one selects.
         load: The data sets ``train``, ``val``, and those to test on.
         untrained: The rows of what does not learn, from all data sets.
     """
 
     arms: Arms
-    build: Callable[[str, Any, int, int], GraphModel]
+    build: Callable[[str, str, Any, int, int], GraphModel]
     task: Callable[[], Task]
     load: Callable[[Namespace], dict[str, Any]]
     untrained: Callable[[dict[str, Any]], Rows] = lambda _: {}
@@ -187,6 +190,7 @@ class Study:
         add("--minutes", type=positive_float,
             help="of processor time for each run, unless --epochs is given; default: 10"
         )  # fmt: skip
+        add("--norm", choices=NORMS, help="default: that of the study")
         add("--seeds", type=positive_int, help="default: 3")
         add("--long", action="store_true",
             help=f"train the best of each --arms once more, {LONG} times as long; give "
@@ -201,20 +205,21 @@ class Study:
         return parse(parser, argv, recipe)
 
     @cache  # noqa: B019, as a study lasts as long as its script
-    def sizes(self, arm: str, option: Any, channels: int) -> tuple[int, int]:
+    def sizes(self, norm: str, arm: str, option: Any, channels: int) -> tuple[int, int]:
         """The width, and that of feed-forward networks, with which a model has about as
         many parameters as ours with `channels`. Deep models are narrower.
         """
         if arm == OURS:
             return channels, 2 * channels
         with torch.random.fork_rng([]):  # weights depend on the seed alone
-            ours = self.build(OURS, self.arms[OURS][1][0], channels, 2 * channels)
+            free = self.arms[OURS][1][0]
+            ours = self.build(norm, OURS, free, channels, 2 * channels)
             target = count_parameters(ours)
             for width in range(channels, 0, -8):  # for heads and encodings
-                model = self.build(arm, option, width, width)
+                model = self.build(norm, arm, option, width, width)
                 if count_parameters(model) <= target:
                     break
-            models = partial(self.build, arm, option, width)
+            models = partial(self.build, norm, arm, option, width)
             return width, match_size(models, target, range(width, 32 * channels))
 
     def searches(self, arm: str) -> dict[str, dict[str, Any]]:
@@ -313,9 +318,10 @@ class Study:
                 sets = {name: data[name] for name in ("train", "val")}
             else:
                 sets = data
-            width, hidden = self.sizes(own.arm, own.option, own.channels)
+            kind = own.norm, own.arm, own.option
+            sizes = self.sizes(*kind, own.channels)
             seed_everything(own.seed)
-            model, task = self.build(own.arm, own.option, width, hidden), self.task()
+            model, task = self.build(*kind, *sizes), self.task()
             estimate = partial(epochs_within, own.minutes, model, task, own, sets)
             own.epochs = planned_epochs(own, estimate)
             title = f"{own.out.relative_to(args.out)}, {own.epochs} epochs"

@@ -103,13 +103,13 @@ TASKS = {
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         drawn=None, length=1000, minutes=10.0, seeds=3, channels=64, epochs=None,
-        batch_size=16, lr=RATES[0], warmup_epochs=1, optimizer="AdamW",
-        weight_decay=0.01,
+        batch_size=16, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=1,
+        optimizer="AdamW", weight_decay=0.01,
     ),
     "smoke": dict(
         drawn=8, length=8, minutes=None, seeds=1, channels=16, epochs=1,
-        batch_size=4, lr=RATES[0], warmup_epochs=0.5, optimizer="AdamW",
-        weight_decay=0.01,
+        batch_size=4, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=0.5,
+        optimizer="AdamW", weight_decay=0.01,
     ),
 }  # fmt: skip
 
@@ -396,7 +396,7 @@ class PartnerConv(Module):
 
 
 def build_model(
-    task: str, arm: str, option: Any, channels: int, hidden: int
+    task: str, norm: str, arm: str, option: Any, channels: int, hidden: int
 ) -> GraphModel:
     """A model of a width, with feed-forward networks, or a GRU, of another."""
     shape = TASKS[task]
@@ -408,8 +408,10 @@ def build_model(
         if arm == "transformer":
             conv = PartnerConv(channels)
             mixer = SelfAttention(channels, 4, rotary="sequence")
-            return GPSLayer(channels, conv, mixer, norm_first=True, mlp_channels=hidden)
-        return build_layer(arm, option, channels, hidden)
+            return GPSLayer(
+                channels, conv, mixer, norm=norm, norm_first=True, mlp_channels=hidden
+            )
+        return build_layer(norm, arm, option, channels, hidden)
 
     along = ("gru", "transformer")
     structure = {arm: {"partner": "partner_index"} for arm in along}
@@ -423,7 +425,7 @@ def build_model(
         depth,
         edge_dim=None if arm in ("mlp", *along) else 3,
         head=shape.head,
-        norm="graph_batch_norm",
+        norm=norm,
         structure=structure.get(arm),
         encodings=walks if option == "random-walk" else None,
     )

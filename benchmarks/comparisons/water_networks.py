@@ -67,12 +67,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         states=200, length=240, held_out=20, minutes=10.0, seeds=3, channels=64,
         epochs=None, batch_size=4, lr=RATES[0], warmup_epochs=1,
-        optimizer="AdamW", weight_decay=0.01,
+        optimizer="AdamW", weight_decay=0.01, norm="graph_batch_norm",
     ),
     "smoke": dict(
         states=8, length=8, held_out=2, minutes=None, seeds=1, channels=16,
         epochs=1, batch_size=4, lr=RATES[0], warmup_epochs=0.5,
-        optimizer="AdamW", weight_decay=0.01,
+        optimizer="AdamW", weight_decay=0.01, norm="graph_batch_norm",
     ),
 }  # fmt: skip
 
@@ -166,7 +166,9 @@ def untrained(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # Models --------------------------------------------------------------------------
 
 
-def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel:
+def build_model(
+    norm: str, arm: str, option: Any, channels: int, hidden: int
+) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
     grows = arm == "chimera-reach"
     arm = "chimera" if grows else arm
@@ -176,9 +178,11 @@ def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel
     def layer(_: int) -> Module:
         if arm == "chebyshev":
             conv = ChebConv(channels, channels, option)
-            return GPSLayer(channels, conv, norm_first=True, mlp_channels=hidden)
+            return GPSLayer(
+                channels, conv, norm=norm, norm_first=True, mlp_channels=hidden
+            )
         reach = 1000 if grows else None
-        return build_layer(arm, option, channels, hidden, reach_nodes=reach)
+        return build_layer(norm, arm, option, channels, hidden, reach_nodes=reach)
 
     structure = {"chimera": {"rank": "elimination_rank"}}
     structure["chebyshev"] = {"edge_weight": "conductance"}
@@ -191,7 +195,7 @@ def build_model(arm: str, option: Any, channels: int, hidden: int) -> GraphModel
         depth,
         edge_dim=7 if wide else None,
         head="node",
-        norm="graph_batch_norm",
+        norm=norm,
         structure=structure.get(arm),
         encodings=walks if option == "random-walk" else None,
     )

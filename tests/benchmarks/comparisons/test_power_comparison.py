@@ -360,16 +360,6 @@ def test_files_that_are_no_grid(ieee, old, new, words):
 # Protocol ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arm", compared.ARMS)
-def test_models_have_one_size(arm):
-    ours = compared.STUDY.sizes("chimera", "free", 64)
-    size = common.count_parameters(compared.build_model("chimera", "free", *ours))
-    for option in compared.ARMS[arm][1]:
-        sizes = compared.STUDY.sizes(arm, option, 64)
-        model = compared.build_model(arm, option, *sizes)
-        assert common.count_parameters(model) == pytest.approx(size, rel=0.02)
-
-
 def test_no_grid_is_on_two_sides():
     for train, val, test in compared.SPLITS.values():
         names = (*train, *val, *test)

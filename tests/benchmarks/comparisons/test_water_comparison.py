@@ -28,17 +28,6 @@ def small(tmp_path, network="Net3"):
     return WaterNetworks(str(tmp_path), [network], num_states=2, sensors=sensors)
 
 
-@pytest.mark.parametrize("arm", compared.ARMS)
-def test_models_have_one_size(arm):
-    ours = compared.STUDY.sizes("chimera", "free", 64)
-    size = common.count_parameters(compared.build_model("chimera", "free", *ours))
-    for option in compared.ARMS[arm][1]:
-        model = compared.build_model(
-            arm, option, *compared.STUDY.sizes(arm, option, 64)
-        )
-        assert common.count_parameters(model) == pytest.approx(size, rel=0.02)
-
-
 def test_no_network_is_on_two_sides():
     for train, val, test in compared.SPLITS.values():
         names = (*train, *val, *test)

@@ -1,0 +1,58 @@
+"""The models that the studies with one protocol compare."""
+
+import importlib
+
+import pytest
+from common import count_parameters
+from protocol import NORMS, OURS
+
+STUDIES = {
+    "meshes": ("poisson", "convection-diffusion", "elasticity"),
+    "power_grids": (),
+    "rna": ("families", "degradation"),
+    "water_networks": (),
+}
+
+
+@pytest.fixture(
+    params=[(x, y) for x, tasks in STUDIES.items() for y in tasks or (None,)],
+    ids=lambda pair: "-".join(filter(None, pair)),
+)
+def study(request):
+    script, task = request.param
+    if script == "water_networks":
+        pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
+    script = importlib.import_module(script)
+    return script.STUDY if task is None else script.get_study(task)
+
+
+def options(study):
+    """Each arm with each of its options."""
+    return [(arm, option) for arm, found in study.arms.items() for option in found[1]]
+
+
+def test_models_have_one_size(study):
+    def size(*kind):
+        sizes = study.sizes(NORMS[0], *kind, 64)
+        return count_parameters(study.build(NORMS[0], *kind, *sizes))
+
+    ours, *others = options(study)
+    assert ours == (OURS, "free")
+    target = size(*ours)
+    for kind in others:
+        assert size(*kind) == pytest.approx(target, rel=0.02), kind
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"), [*zip(NORMS, ("LayerNorm", "GraphBatchNorm"), strict=True)]
+)
+def test_models_have_one_norm(study, norm, name):
+    """But for those of encodings, mixers, and layers that are no blocks."""
+    own = {"mlp", "meshgraphnets", "gru"}
+    for arm, option in options(study):
+        model = study.build(norm, arm, option, 16, 16)
+        model.encodings = None
+        kinds = {type(x).__name__ for x in model.modules()}
+        norms = {x for x in kinds if x.endswith("Norm")} - {"Norm", "RMSNorm"}
+        assert norms - ({"LayerNorm"} if arm in own else set()) <= {name}, arm
+        assert name in norms, arm
