@@ -76,7 +76,7 @@ WALK = 16
 #: About the size of the meshes to train on: ranges grow with larger ones.
 REACH_NODES = 1000
 #: Of the graphs: to be raised when they change, so that files of others are not read.
-VERSION = 2
+VERSION = 3
 #: `train` and so on are numbers of meshes, with `nodes` from and to; `large` are those
 #: of `large_nodes`. An epoch is `length` meshes, drawn from those to train on.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -388,24 +388,24 @@ def get_inputs(case: Case) -> Data:
     Without a unit are, by the area A, the geometric mean κ of k, and the mean u' and
     the scale s of :func:`get_scale`,
 
-    * :obj:`x`: the load f of the cell a of a node, as 1000 a f / 4πκs; log(k / κ);
-      whether u is given; (u - u') / s where it is; whether on the boundary; the
-      velocity v as v √A / 10κ; Poisson's ratio;
+    * :obj:`x`: the load f of the cell a of a node, as n a f / 4πκs for n nodes;
+      log(k / κ); whether u is given; (u - u') / s where it is; whether on the boundary;
+      the velocity v as v √A / 10κ; Poisson's ratio;
     * :obj:`edge_attr`: the direction; log(length / √c), c the geometric mean of the
       cells of its ends; log(k / κ) halfway; the velocity along the edge times its
       length, divided by k;
     * :obj:`free`: the nodes where u is not given.
 
-    Lengths are relative to cells, as stiffness is in two dimensions: it is that of any
-    mesh of the same shape, whatever its size. Meshes can be drawn by :obj:`pos` and
-    :obj:`face`, which no model reads.
+    Cells are relative to their mean A / n, and lengths to cells, as stiffness is in two
+    dimensions: it is that of any mesh of the same shape, whatever its size. Meshes can
+    be drawn by :obj:`pos` and :obj:`face`, which no model reads.
     """
     mesh, (centre, scale, unit) = case.mesh, get_scale(case)
     cells = mesh.nodal_areas()[:, None]
     area, fixed = cells.sum(), case.fixed[:, None]
     log_k = (case.log_k - case.log_k.mean())[:, None]
     load = case.load * unit / scale
-    columns = [load * cells * 1000 / area, log_k, fixed]
+    columns = [load * cells * len(cells) / area, log_k, fixed]
     columns += [(case.values - centre) / scale * fixed, mesh.on_boundary()[:, None]]
     ends = mesh.edges()[0]
     ends = np.concatenate([ends, ends[:, ::-1]])
@@ -544,7 +544,7 @@ def edge_system(data: Data) -> Tensor:
     x, free = data.x.double(), data.free[:, None]
     weight = data.edge_attr[:, 3].double().exp() / np.sqrt(3)
     total = scatter(weight, target, dim_size=len(x))
-    load = x[:, :wide] * 4 * np.pi / 1000 / total[:, None]
+    load = x[:, :wide] * 4 * np.pi / len(x) / total[:, None]
     right = torch.where(free, load, x[:, wide + 2 : 2 * wide + 2])
     share = weight / total[target] * data.free[target]
     return ops.solve(data.edge_index, share, right).float()

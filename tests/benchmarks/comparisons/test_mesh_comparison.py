@@ -224,6 +224,19 @@ def test_lengths_are_relative_to_cells(steps):
     assert np.allclose(np.unique(lengths), [0, np.log(2) / 2], atol=1e-4)
 
 
+@pytest.mark.parametrize("problem", compared.PROBLEMS)
+def test_loads_do_not_shrink_with_cells(problem):
+    """The mean of one that is constant is the rise that it would lead to."""
+    for nodes in (150, 600):
+        case = draw_case(problem, 4, nodes)
+        case = case._replace(load=np.ones_like(case.load))
+        _, scale, unit = compared.get_scale(case)
+        loads = compared.get_inputs(case).x[:, : case.load.shape[1]]
+        assert loads.mean(dim=0).tolist() == pytest.approx(
+            case.load.shape[1] * [unit / scale], rel=1e-5
+        )
+
+
 def test_the_harmonic_extension_solves_the_plain_problem():
     case = draw_case("poisson", 4)
     plain = case._replace(log_k=0 * case.log_k, load=0 * case.load)
