@@ -10,7 +10,14 @@ import torch
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = "".join(
     (DOCS / name).read_text(encoding="utf-8")
-    for name in ("examples.md", "index.md", "pictures.md", "results.md", "water.md")
+    for name in (
+        "examples.md",
+        "index.md",
+        "meshes.md",
+        "pictures.md",
+        "results.md",
+        "water.md",
+    )
 )
 
 
@@ -28,7 +35,7 @@ def script() -> ModuleType:
 
 def test_pictures_are_small_and_shown():
     files = sorted((DOCS / "pictures").iterdir())
-    assert len(files) == 10
+    assert len(files) == 11
     for path in files:
         assert path.suffix == (".svg" if path.stem == "recurrence" else ".png")
         assert path.stat().st_size < 100_000

@@ -15,6 +15,12 @@ BLOCK = r"^```{}\n(.*?)^```$"
 GYM_PAGE = "docs/graphgym.md"
 TASKS_PAGE = "docs/tasks.md"
 PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+#: What these need, and why.
+IN_A_CHECKOUT = {
+    "docs/meshes.md": ("torchmetrics", "needs the extra 'examples'"),
+    "docs/power.md": ("skimage", "needs the extra 'examples'"),
+    "docs/water.md": ("wntr", "reads networks: the extra 'water'"),
+}
 #: Run when the documentation is built, and not here.
 NOTEBOOKS = [
     f"docs/notebooks/{path.name}" for path in (ROOT / "docs/notebooks").glob("*.md")
@@ -45,11 +51,10 @@ def blocks(page: str, language: str = "python") -> list[str]:
 @pytest.mark.parametrize("page", sorted(page for page in PAGES if blocks(page)))
 def test_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    if page == "docs/water.md":  # run in a checkout
-        pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
+    if page in IN_A_CHECKOUT:
+        module, reason = IN_A_CHECKOUT[page]
+        pytest.importorskip(module, reason=reason)
         (tmp_path / "docs").symlink_to(ROOT / "docs")
-    if page == "docs/power.md":  # run in a checkout
-        pytest.importorskip("skimage", reason="needs the extra 'examples'")
         monkeypatch.syspath_prepend(str(ROOT / "benchmarks/comparisons"))
     # The blocks must run where no C++ compiler is installed, and quickly:
     compile_eagerly = functools.partial(torch.compile, backend="aot_eager")
