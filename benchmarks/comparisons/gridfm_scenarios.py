@@ -25,17 +25,14 @@ from power_states import (
     PQ,
     PV,
     SLACK,
-    TRIES,
     Drawn,
     Grid,
     admittance,
-    draw,
+    draw_states,
     read_grid,
-    removable,
     write_grid,
 )
 from power_states import describe as describe_state
-from tqdm import tqdm
 
 Columns = dict[str, np.ndarray]
 
@@ -111,17 +108,11 @@ def main(argv: list[str] | None = None) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = args.grid or write_grid(folder.parent / "random.npz", 100, args.seed)
     grid, rng = read_grid(path), np.random.default_rng(args.seed)
-    candidates, count = removable(grid), 2 if args.smoke else args.states
-    states: list[tuple[Drawn, np.ndarray]] = []
-    with tqdm(total=count, disable=None) as bar:
-        for _ in range(TRIES * count):
-            if len(states) == count:
-                break
-            if (found := draw(grid, candidates, rng)) is not None:
-                states.append(found)
-                bar.update()
-    if len(states) < count:
-        parser.error(f"{path}: of {TRIES * count} draws, {len(states)} have a solution")
+    count = 2 if args.smoke else args.states
+    try:
+        states, _ = draw_states(grid, count, rng, path)
+    except ValueError as error:
+        parser.error(str(error))
     nodes = join([describe(grid, drawn.kept, x) for drawn, x in states])
     guesses = [untrained(grid, drawn) for drawn, _ in states]
     rows = {name: join([guess[name] for guess in guesses]) for name in guesses[0]}

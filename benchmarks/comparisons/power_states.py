@@ -21,6 +21,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import MatrixRankWarning, spsolve
 from torch import Tensor
 from torch_geometric.data import Data, Dataset
+from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1]))
 from long_range_data.power_flow import read_case
@@ -386,6 +387,26 @@ def edges(grid: Grid) -> tuple[np.ndarray, np.ndarray]:
     return both, np.concatenate([forth, back])
 
 
+def draw_states(
+    grid: Grid, number: int, rng: np.random.Generator, path: Path
+) -> tuple[list[tuple[Drawn, np.ndarray]], int]:
+    """So many states with their voltages, and how many were drawn without solution."""
+    candidates = removable(grid)
+    states: list[tuple[Drawn, np.ndarray]] = []
+    with tqdm(total=number, desc=path.stem, disable=None) as bar:
+        for tries in range(1, TRIES * number + 1):
+            if (found := draw(grid, candidates, rng)) is None:
+                continue
+            states.append(found)
+            bar.update()
+            if len(states) == number:
+                return states, tries - number
+    raise ValueError(
+        f"{path}: Newton's method solves only {len(states)} of {TRIES * number} "
+        "states. Check that its operating point is a solution, or leave it out"
+    )
+
+
 class PowerStates(Dataset):
     """Solved states of grids, consecutive ones of one grid; they are made once, and
     kept in a folder.
@@ -470,23 +491,12 @@ def make_states(
     )
     if pre_transform is not None:
         graph = pre_transform(graph)
-    candidates, slack = removable(grid), int(np.argmin(grid.kind))
-    states: list[dict[str, np.ndarray]] = []
-    dropped = 0
-    while len(states) < num_states:
-        if len(states) + dropped == TRIES * num_states:
-            raise ValueError(
-                f"{path}: Newton's method solves only {len(states)} of "
-                f"{TRIES * num_states} states. Check that its operating point is a "
-                "solution, or leave it out"
-            )
-        if (found := draw(grid, candidates, rng)) is None:
-            dropped += 1
-            continue
-        drawn, voltage = found
-        state = describe(grid, drawn)
-        y = relative(voltage, np.deg2rad(state["start"][:, 0]), slack)
-        states.append(state | {"y": y, "kept": drawn.kept})
+    drawn, dropped = draw_states(grid, num_states, rng, path)
+    slack, states = int(np.argmin(grid.kind)), []
+    for state, voltage in drawn:
+        known = describe(grid, state)
+        y = relative(voltage, np.deg2rad(known["start"][:, 0]), slack)
+        states.append(known | {"y": y, "kept": state.kept})
     stacked = {
         name: torch.from_numpy(np.stack([state[name] for state in states]))
         for name in states[0]
