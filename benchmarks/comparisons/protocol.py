@@ -62,7 +62,7 @@ LONG = 6
 #: The arm whose size all have.
 OURS = "chimera"
 #: Norms of blocks, and of a model's end: of each node alone, or of a batch. Layers that
-#: are no blocks have norms of their own.
+#: are no blocks have norms of their own, or none.
 NORMS = ("layer_norm", "graph_batch_norm")
 
 Arms = dict[str, tuple[str, tuple[Any, Any]]]

@@ -32,6 +32,8 @@ def options(study):
 
 
 def test_models_have_one_size(study):
+    """With one norm, as sizes are the same with the other."""
+
     def size(*kind):
         sizes = study.sizes(NORMS[0], *kind, 64)
         return count_parameters(study.build(NORMS[0], *kind, *sizes))
@@ -50,7 +52,8 @@ def test_models_have_one_norm(study, norm, name):
     """But for those of encodings, mixers, and layers that are no blocks."""
     own = {"mlp", "meshgraphnets", "gru"}
     for arm, option in options(study):
-        model = study.build(norm, arm, option, 16, 16)
+        model, other = (study.build(x, arm, option, 16, 16) for x in (norm, NORMS[0]))
+        assert count_parameters(model) == count_parameters(other)
         model.encodings = None
         kinds = {type(x).__name__ for x in model.modules()}
         norms = {x for x in kinds if x.endswith("Norm")} - {"Norm", "RMSNorm"}

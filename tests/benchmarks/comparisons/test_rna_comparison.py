@@ -263,15 +263,16 @@ def test_means_of_bases_that_are_alike():
 # Models --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("arm", ["gru", "transformer"])
-def test_sequence_models_read_the_fold_and_not_other_molecules(arm):
+def test_sequence_models_read_the_fold_and_not_other_molecules(arm, norm):
     structures = ("((...)).", "(.).(.)(...)")
     molecules = [
         compared.Molecule("ACGU" * 3, x + "." * (12 - len(x)), 0) for x in structures
     ]
     molecules[0] = molecules[0]._replace(sequence="ACGUACGU", structure=structures[0])
     study, option = compared.get_study("families"), compared.ARMS[arm][1][0]
-    model = study.build(NORMS[0], arm, option, 16, 16).eval()
+    model = study.build(norm, arm, option, 16, 16).eval()
     first, second = map(compared.get_graph, molecules)
     batch = Batch.from_data_list([first, second])
     with torch.no_grad():
