@@ -205,21 +205,22 @@ class Study:
         return parse(parser, argv, recipe)
 
     @cache  # noqa: B019, as a study lasts as long as its script
-    def sizes(self, norm: str, arm: str, option: Any, channels: int) -> tuple[int, int]:
+    def sizes(self, arm: str, option: Any, channels: int) -> tuple[int, int]:
         """The width, and that of feed-forward networks, with which a model has about as
-        many parameters as ours with `channels`. Deep models are narrower.
+        many parameters as ours with `channels`, whatever the norm, as all norms have
+        the same. Deep models are narrower.
         """
         if arm == OURS:
             return channels, 2 * channels
         with torch.random.fork_rng([]):  # weights depend on the seed alone
-            free = self.arms[OURS][1][0]
-            ours = self.build(norm, OURS, free, channels, 2 * channels)
+            build = partial(self.build, NORMS[0])
+            ours = build(OURS, self.arms[OURS][1][0], channels, 2 * channels)
             target = count_parameters(ours)
             for width in range(channels, 0, -8):  # for heads and encodings
-                model = self.build(norm, arm, option, width, width)
+                model = build(arm, option, width, width)
                 if count_parameters(model) <= target:
                     break
-            models = partial(self.build, norm, arm, option, width)
+            models = partial(build, arm, option, width)
             return width, match_size(models, target, range(width, 32 * channels))
 
     def searches(self, arm: str) -> dict[str, dict[str, Any]]:
@@ -318,10 +319,10 @@ class Study:
                 sets = {name: data[name] for name in ("train", "val")}
             else:
                 sets = data
-            kind = own.norm, own.arm, own.option
+            kind = own.arm, own.option
             sizes = self.sizes(*kind, own.channels)
             seed_everything(own.seed)
-            model, task = self.build(*kind, *sizes), self.task()
+            model, task = self.build(own.norm, *kind, *sizes), self.task()
             estimate = partial(epochs_within, own.minutes, model, task, own, sets)
             own.epochs = planned_epochs(own, estimate)
             title = f"{own.out.relative_to(args.out)}, {own.epochs} epochs"
