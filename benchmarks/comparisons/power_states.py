@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +18,7 @@ import networkx as nx
 import numpy as np
 import torch
 from scipy.sparse import block_array, coo_array, csr_array, diags_array
-from scipy.sparse.csgraph import connected_components
+from scipy.sparse.csgraph import breadth_first_order, connected_components
 from scipy.sparse.linalg import MatrixRankWarning, spsolve
 from torch import Tensor
 from torch_geometric.data import Data, Dataset
@@ -37,8 +38,11 @@ TRIES = 5
 TOLERANCE, STEPS = 1e-8, 12
 #: What the slack may feed in beside its schedule, and solutions to get there.
 BALANCE, ROUNDS = 0.01, 4
+#: The least and the greatest number of buses of a part that is cut out of a grid, and
+#: the least share of its powers that has to be consumed in it.
+PART, CONSUMED = (100, 1000), 0.3
 #: Of the states: to be raised when they change, so that files of others are not read.
-VERSION = 1
+VERSION = 2
 
 
 class Grid(NamedTuple):
@@ -145,6 +149,48 @@ def filed_mismatch(grid: Grid) -> float:
     matrix = admittance(grid, np.ones(len(grid.impedance), bool))
     miss = mismatch(matrix, schedule(grid), grid.kind, grid.voltage)
     return float(abs(miss.real).max())
+
+
+def cut(grid: Grid, rng: np.random.Generator) -> Grid | None:
+    """A connected part of a grid, of random size and place; None if it has no generator
+    or mostly passes power on.
+
+    At its border, what flows out of it at the operating point of the file is consumed
+    instead, so that this stays one of the part. Its slack is the strongest generator.
+    """
+    everything = np.ones(len(grid.impedance), bool)
+    whole = admittance(grid, everything)
+    size = round(float(np.exp(rng.uniform(*np.log(PART)))))
+    start = rng.integers(len(grid.kind))
+    near, _ = breadth_first_order(abs(whole), start, directed=False)
+    inside = np.zeros(len(grid.kind), bool)
+    inside[near[:size]] = True
+    number = np.cumsum(inside) - 1
+    kept, ours = inside[grid.ends].all(axis=0), inside[grid.generators]
+    voltage, matrix = grid.voltage[inside], admittance(grid, kept)[inside][:, inside]
+    out = (whole @ grid.voltage)[inside] - matrix @ voltage  # currents
+    part = Grid(
+        kind=np.where(grid.kind == SLACK, PV, grid.kind)[inside],
+        demand=grid.demand[inside] + voltage * out.conj(),
+        shunt=grid.shunt[inside],
+        voltage=voltage,
+        set_point=grid.set_point[inside],
+        generators=number[grid.generators[ours]],
+        generation=grid.generation[ours],
+        ends=number[grid.ends[:, kept]],
+        impedance=grid.impedance[kept],
+        charging=grid.charging[kept],
+        ratio=grid.ratio[kept],
+        transformer=grid.transformer[kept],
+    )
+    fed = np.zeros(len(part.kind))
+    np.add.at(fed, part.generators, part.generation)
+    fed[part.kind == PQ] = 0
+    demand = part.demand.real
+    if fed.max() <= 0 or demand.sum() < CONSUMED * abs(demand).sum():
+        return None
+    part.kind[fed.argmax()] = SLACK
+    return part
 
 
 def write_grid(path: Path, num_buses: int, seed: int) -> Path:
@@ -269,6 +315,15 @@ def laplacian(
     return coo_array((values, (rows, columns)), (size, size)).tocsr()
 
 
+def solve_grounded(
+    matrix: csr_array, free: np.ndarray, right: np.ndarray
+) -> np.ndarray:
+    """The solution [n] of the rows of free buses, which is zero at all others."""
+    found = np.zeros(len(free))
+    found[free] = spsolve(matrix[free][:, free].tocsc(), right[free])
+    return found
+
+
 def direct_current(grid: Grid, drawn: Drawn) -> np.ndarray:
     """The angles [n] in radians of DC power flow, as MATPOWER's `makeBdc`.
 
@@ -282,9 +337,7 @@ def direct_current(grid: Grid, drawn: Drawn) -> np.ndarray:
     np.add.at(power, ends[0], weight * np.angle(ratio))
     np.add.at(power, ends[1], -weight * np.angle(ratio))
     matrix = laplacian(len(grid.kind), ends, weight)
-    free, angle = grid.kind != SLACK, np.zeros(len(grid.kind))
-    angle[free] = spsolve(matrix[free][:, free].tocsc(), power[free])
-    return angle
+    return solve_grounded(matrix, grid.kind != SLACK, power)
 
 
 def interpolated(grid: Grid, drawn: Drawn) -> np.ndarray:
@@ -293,10 +346,21 @@ def interpolated(grid: Grid, drawn: Drawn) -> np.ndarray:
     """
     weight, ratio = 1 / abs(grid.impedance[drawn.kept]), abs(grid.ratio[drawn.kept])
     matrix = laplacian(len(grid.kind), grid.ends[:, drawn.kept], weight, ratio)
-    free, magnitude = grid.kind == PQ, drawn.set_point.copy()
-    right = -matrix[free][:, ~free] @ magnitude[~free]
-    magnitude[free] = spsolve(matrix[free][:, free].tocsc(), right)
-    return magnitude
+    free = grid.kind == PQ
+    known = np.where(free, 0, drawn.set_point)
+    return known + solve_grounded(matrix, free, -(matrix @ known))
+
+
+def unit_response(grid: Grid, drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:
+    """The angles [n] in radians, and the magnitudes [n], that a unit of active power,
+    and of reactive power, at each bus would add, by branches' admittances alone.
+    """
+    weight, ratio = 1 / abs(grid.impedance[drawn.kept]), abs(grid.ratio[drawn.kept])
+    ends, one = grid.ends[:, drawn.kept], np.ones(len(grid.kind))
+    active = laplacian(len(one), ends, weight / ratio)
+    reactive = laplacian(len(one), ends, weight, ratio)
+    turned = solve_grounded(active, grid.kind != SLACK, one)
+    return turned, solve_grounded(reactive, grid.kind == PQ, one)
 
 
 # States --------------------------------------------------------------------------
@@ -345,8 +409,12 @@ def relative(voltage: np.ndarray, start: np.ndarray, slack: int) -> np.ndarray:
 
 
 def describe(grid: Grid, drawn: Drawn) -> dict[str, np.ndarray]:
-    """What models read of a state, `x` [n, 15], and what is known without learning:
+    """What models read of a state, `x` [n, 17], and what is known without learning:
     `start` and `step` [n, 2], in degrees and per unit.
+
+    What is missing in the balance of power at a bus is given twice: as the
+    voltage that it would lead to at this bus alone, and if it were missing everywhere,
+    of which a weighted mean over buses is about the correction.
     """
     matrix, slack = admittance(grid, drawn.kept), int(np.argmin(grid.kind))
     angle, magnitude = direct_current(grid, drawn), interpolated(grid, drawn)
@@ -356,12 +424,14 @@ def describe(grid: Grid, drawn: Drawn) -> dict[str, np.ndarray]:
     strength = np.zeros(len(grid.kind))
     for end in grid.ends[:, drawn.kept]:
         np.add.at(strength, end, 1 / abs(grid.impedance[drawn.kept]))
+    turned, raised = unit_response(grid, drawn)
     columns = [grid.kind == kind for kind in (SLACK, PV, PQ)]
     columns += [np.arcsinh(part(drawn.power)) for part in (np.real, np.imag)]
     columns += [np.arcsinh(part(grid.shunt)) for part in (np.real, np.imag)]
     columns += [np.where(grid.kind == PQ, 0, 10 * (drawn.set_point - 1))]
     columns += [(np.log(strength) - 5) / 2, angle, 10 * (magnitude - 1)]
-    columns += [np.arcsinh(part(miss)) for part in (np.real, np.imag)]
+    columns += [np.log(x.clip(min=1e-4)) / 2 for x in (turned, raised)]
+    columns += [0.1 * turned * miss.real, raised * miss.imag]
     columns += [np.arcsinh(50 * part(miss) / strength) for part in (np.real, np.imag)]
     return {
         "x": np.stack(columns, axis=1),
@@ -393,7 +463,7 @@ def draw_states(
     """So many states with their voltages, and how many were drawn without solution."""
     candidates = removable(grid)
     states: list[tuple[Drawn, np.ndarray]] = []
-    with tqdm(total=number, desc=path.stem, disable=None) as bar:
+    with tqdm(total=number, desc=path.stem, disable=None, leave=False) as bar:
         for tries in range(1, TRIES * number + 1):
             if (found := draw(grid, candidates, rng)) is None:
                 continue
@@ -414,12 +484,13 @@ class PowerStates(Dataset):
     Args:
         folder: For processed states, made if need be.
         grids: Files of MATPOWER, `.m` or `.npz`.
-        num_states: Of each grid.
+        num_states: Of each grid, or of each part.
         seed: Of what is drawn. A state is a function of it, of the file and of its
             position.
         pre_transform: Applied once to the graph of each grid, with all its branches.
+        num_parts: If given, each grid is replaced by so many parts, see `cut`.
 
-    Graphs have `x` [V, 15] and `edge_attr` [E, 8] (see `describe` and `edges`), the
+    Graphs have `x` [V, 17] and `edge_attr` [E, 8] (see `describe` and `edges`), the
     angles in degrees and magnitudes `y` [V, 2], `start` [V, 2], DC power flow and
     interpolated set-points, `step` [V, 2], a step of Newton's method from there, and
     `kind` [V], slack, PV or PQ. The branch that is out is not among the edges.
@@ -435,6 +506,7 @@ class PowerStates(Dataset):
         num_states: int,
         seed: int = 0,
         pre_transform: Callable | None = None,
+        num_parts: int | None = None,
     ) -> None:
         super().__init__()
         self.num_states = num_states
@@ -443,24 +515,24 @@ class PowerStates(Dataset):
         #: How many states of each grid were dropped.
         self.dropped: dict[str, int] = {}
         for path in grids:
-            content = path.read_bytes() + repr(pre_transform).encode()
+            content = path.read_bytes() + repr((pre_transform, num_parts)).encode()
             digest = sha256(content).hexdigest()[:10]
             name = f"{path.stem}-{digest}-{num_states}-seed{seed}-v{VERSION}.pt"
             out = folder / "power-states" / name
             if not out.exists():
                 rng = np.random.default_rng([seed, int(digest, 16)])
-                made = make_states(path, num_states, rng, pre_transform)
+                made = make_all(path, num_parts, num_states, rng, pre_transform)
                 out.parent.mkdir(parents=True, exist_ok=True)
                 part = out.with_suffix(f".{os.getpid()}.part")  # never half a file
                 torch.save(made, part)
                 part.rename(out)
-            graph, states, dropped = torch.load(out, weights_only=True)
-            self.graphs.append(Data.from_dict(graph))
-            self.states.append(states)
-            self.dropped[path.stem] = dropped
+            found = torch.load(out, weights_only=True)
+            self.graphs += [Data.from_dict(graph) for graph, _, _ in found]
+            self.states += [states for _, states, _ in found]
+            self.dropped[path.stem] = sum(dropped for _, _, dropped in found)
 
     def len(self) -> int:
-        """The number of states of all grids."""
+        """The number of states of all grids and parts."""
         return len(self.graphs) * self.num_states
 
     def get(self, idx: int) -> Data:
@@ -474,14 +546,46 @@ class PowerStates(Dataset):
         return data.update(found)
 
 
-def make_states(
+Made = tuple[dict[str, Tensor], dict[str, Tensor], int]
+
+
+def make_all(
     path: Path,
+    num_parts: int | None,
     num_states: int,
     rng: np.random.Generator,
     pre_transform: Callable | None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """The graph of a grid, its states, and how many were dropped."""
+) -> list[Made]:
+    """What `make_states` makes of a grid, or of its parts. Parts that are not balanced,
+    or of which Newton's method does not solve enough states, are drawn again.
+    """
     grid = read_grid(path)
+    if num_parts is None:
+        return [make_states(grid, num_states, rng, path, pre_transform)]
+    made: list[Made] = []
+    with tqdm(total=num_parts, desc=f"parts of {path.stem}", disable=None) as bar:
+        for _ in range(100 * num_parts):
+            if (part := cut(grid, rng)) is None:
+                continue
+            with suppress(ValueError):
+                made.append(make_states(part, num_states, rng, path, pre_transform))
+                bar.update()
+            if len(made) == num_parts:
+                return made
+    raise ValueError(
+        f"{path}: only {len(made)} of {100 * num_parts} parts have states with a "
+        "solution. Check that its operating point is a solution, or leave it out"
+    )
+
+
+def make_states(
+    grid: Grid,
+    num_states: int,
+    rng: np.random.Generator,
+    path: Path,
+    pre_transform: Callable | None,
+) -> Made:
+    """The graph of a grid, its states, and how many were dropped."""
     edge_index, edge_attr = edges(grid)
     graph = Data(
         edge_index=torch.from_numpy(edge_index).contiguous(),

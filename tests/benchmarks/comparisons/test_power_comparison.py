@@ -10,6 +10,8 @@ import power_states
 import pytest
 import torch
 from power_states import PQ, PV, SLACK, Drawn, PowerStates
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch_geometric.data import Batch
 
 #: The test system of IEEE with 14 buses, and its published solution.
@@ -246,7 +248,77 @@ def test_interpolation_is_exact_without_currents(ieee):
     assert np.allclose(abs(voltage), power_states.interpolated(alone, drawn))
 
 
+def test_unit_response_is_what_one_unit_at_each_bus_leads_to(ieee):
+    grid = power_states.read_grid(ieee)
+    turned, raised = power_states.unit_response(grid, as_filed(grid))
+    active, reactive = np.zeros((2, 14))
+    for b, (f, t) in enumerate(grid.ends.T):
+        weight, ratio = 1 / abs(grid.impedance[b]), abs(grid.ratio[b])
+        flow = weight / ratio * (turned[f] - turned[t])
+        active[[f, t]] += flow, -flow
+        flow = weight * (raised[f] / ratio - raised[t])  # behind the transformer
+        reactive[[f, t]] += flow / ratio, -flow
+    free, at = grid.kind != SLACK, grid.kind == PQ
+    assert np.allclose(active[free], 1)
+    assert np.allclose(reactive[at], 1)
+    assert turned[~free] == 0
+    assert (raised[~at] == 0).all()
+
+
 # States --------------------------------------------------------------------------
+
+
+def test_parts_are_at_the_operating_point_of_their_grid(ieee, tmp_path, monkeypatch):
+    monkeypatch.setattr(power_states, "PART", (5, 30))
+    monkeypatch.setattr(power_states, "CONSUMED", 0.01)
+    other = power_states.write_grid(tmp_path / "other.npz", 60, 0)
+    rng, sizes = np.random.default_rng(0), set()
+    for grid in map(power_states.read_grid, (ieee, other)):
+        drawn = as_filed(grid)
+        solved = power_states.solve(grid, drawn, grid.voltage)
+        slack = np.flatnonzero(grid.kind == SLACK)[0]
+        more = (flows(grid, drawn, solved) - drawn.power).real[slack]
+        generation = grid.generation + more * (grid.generators == slack)
+        grid = grid._replace(voltage=solved, generation=generation)
+        parts = [power_states.cut(grid, rng) for _ in range(20)]
+        parts = [part for part in parts if part is not None]
+        assert len(parts) > 5
+        for part in parts:
+            sizes.add(len(part.kind))
+            graph = coo_array(
+                (np.ones(len(part.ends[0])), part.ends), 2 * (len(part.kind),)
+            )
+            assert connected_components(graph, directed=False)[0] == 1
+            assert (part.kind == SLACK).sum() == 1
+            assert_solved(part, as_filed(part), part.voltage)
+            drawn, voltage = power_states.draw(part, np.arange(0), rng)
+            assert_solved(part, drawn, voltage)
+    assert len(sizes) > 5
+    assert min(sizes) >= 5
+
+
+def test_parts_take_the_place_of_a_grid(tmp_path, monkeypatch):
+    monkeypatch.setattr(power_states, "PART", (10, 30))
+    path = power_states.write_grid(tmp_path / "grid.npz", 60, 0)
+    states = PowerStates(tmp_path, [path], 2, num_parts=3)
+    assert len(states) == 6
+    assert len({data.num_nodes for data in states}) > 1
+    for first, second in zip(states[::2], states[1::2], strict=True):
+        assert torch.equal(first.kind, second.kind)
+        assert not torch.equal(first.y, second.y)
+    monkeypatch.setattr(power_states, "make_all", None)  # not made again
+    assert len(PowerStates(tmp_path, [path], 2, num_parts=3)) == 6
+
+
+def test_parts_without_states_are_drawn_again(ieee, tmp_path, monkeypatch):
+    real, calls = power_states.cut, iter(range(1000))
+    monkeypatch.setattr(
+        power_states, "cut", lambda *x: real(*x) if next(calls) >= 2 else None
+    )
+    assert len(PowerStates(tmp_path, [ieee], 1, num_parts=2)) == 2
+    monkeypatch.setattr(power_states, "cut", lambda *_: None)
+    with pytest.raises(ValueError, match="only 0 of 300 parts"):
+        PowerStates(tmp_path, [ieee], 1, num_parts=3)
 
 
 def test_no_branch_is_removed_that_divides_the_grid(ieee, tmp_path):
@@ -261,7 +333,7 @@ def test_graphs_hold_what_was_drawn(ieee, tmp_path):
     states, outages = PowerStates(tmp_path, [ieee], 6), set()
     grid = power_states.read_grid(ieee)
     for data in states:
-        assert data.x.shape == (14, 15)
+        assert data.x.shape == (14, 17)
         assert data.edge_index.shape == (2, 38)
         assert data.edge_attr.shape == (38, 8)
         forth, back = data.edge_index[:, :19], data.edge_index[:, 19:]
@@ -319,7 +391,7 @@ def test_nothing_that_is_read_depends_on_the_solution(ieee):
     assert np.allclose(np.sinh(before["x"][free, 4]), reactive[free], atol=1e-6)
     assert abs(np.sinh(before["x"][at, 4]) - reactive[at]).min() > 1e-3
     assert np.allclose(np.sinh(before["x"][:, 4]), drawn.power.imag)
-    mismatch = before["x"][:, 11:]  # zero where the equations say nothing
+    mismatch = before["x"][:, 13:]  # zero where the equations say nothing
     assert (mismatch[grid.kind == SLACK] == 0).all()
     assert (mismatch[grid.kind == PV][:, [1, 3]] == 0).all()
 
