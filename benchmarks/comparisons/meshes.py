@@ -484,19 +484,20 @@ class Meshes(InMemoryDataset):
 
 def get_datasets(args: Namespace) -> dict[str, Any]:
     """Meshes to train on, to select by and to test on: as many nodes, and more."""
-    large = (args.large_nodes, args.large_nodes)
-    kinds = [(args.train, args.nodes), (args.held_out, args.nodes)]
-    kinds += [(args.held_out, args.nodes), (args.large, large)]
-    train, val, test, far = (
-        Meshes(args.processed_root, args.problem, number, nodes, seed)
-        for seed, (number, nodes) in enumerate(kinds)
-    )
-    return {
-        "train": DrawnGraphs(train, args.length),
-        "val": val,
-        "test": test,
-        "large": far,
+    same = args.held_out, args.nodes
+    large = args.large, (args.large_nodes, args.large_nodes)
+    # `fresh` was drawn when all was decided, by looking at `large`.
+    kinds = {
+        "train": (args.train, args.nodes, 0),
+        "val": (*same, 1),
+        "test": (*same, 2),
     }
+    kinds |= {"large": (*large, 3), "fresh": (*large, 10)}
+    found: dict[str, Any] = {
+        name: Meshes(args.processed_root, args.problem, number, nodes, seed)
+        for name, (number, nodes, seed) in kinds.items()
+    }
+    return found | {"train": DrawnGraphs(found["train"], args.length)}
 
 
 def unexplained(out: Tensor, data: Data) -> Tensor:

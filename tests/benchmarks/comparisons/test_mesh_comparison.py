@@ -279,9 +279,9 @@ def test_walks_are_those_of_pyg():
 def test_no_mesh_is_on_two_sides(tmp_path, monkeypatch):
     args = compared.get_args(["--smoke", "--processed-root", str(tmp_path)])
     data = compared.get_datasets(args)
-    graphs = [x for name in ("val", "test", "large") for x in data[name]]
+    graphs = [x for name in ("val", "test", "large", "fresh") for x in data[name]]
     graphs += list(data["train"].graphs)
-    assert len(graphs) == 4 + 2 + 2 + 1
+    assert len(graphs) == 4 + 2 + 2 + 1 + 1
     assert len({float(x.pos.sum()) for x in graphs}) == len(graphs)
     assert {x.num_nodes for x in data["large"]} == {300}
     assert all(60 <= x.num_nodes <= 120 for x in data["train"].graphs)
@@ -342,7 +342,7 @@ def test_arms_are_trained_and_tested(problem, call, tmp_path, refused):
     rows = call(*argv)["rows"]
     untrained = ["mean", "harmonic", "edge-system"]
     assert list(rows) == [*untrained, "chimera", "meshgraphnets"]
-    keys = {f"{x}_unexplained" for x in ("val", "test", "large")}
+    keys = {f"{x}_unexplained" for x in ("val", "test", "large", "fresh")}
     for row in rows.values():
         assert keys <= set(row)
         assert all(row[key] > 0 for key in keys)
