@@ -3,7 +3,8 @@ r"""Compares models that solve partial differential equations on unstructured me
 The domains are random, planar and have up to three holes. Coefficients, loads, and
 values on a random part of the boundary are random, too; the rest of the boundary is
 natural. Targets are solutions by finite elements, linear on triangles. Trains on meshes
-of 500 to 2,000 nodes, and tests on others of these sizes and on meshes of 20,000::
+of 500 to 2,000 nodes, and tests on others of these sizes and on meshes of 20,000, twice
+ten (``large``, ``fresh``)::
 
     python benchmarks/comparisons/meshes.py                          # hours
     python benchmarks/comparisons/meshes.py --problem elasticity
@@ -77,8 +78,8 @@ WALK = 16
 REACH_NODES = 1000
 #: Of the graphs: to be raised when they change, so that files of others are not read.
 VERSION = 3
-#: `train` and so on are numbers of meshes, with `nodes` from and to; `large` are those
-#: of `large_nodes`. An epoch is `length` meshes, drawn from those to train on.
+#: `train` and so on are numbers of meshes, with `nodes` from and to; `large` of
+#: `large_nodes` are drawn twice. An epoch is `length` meshes, drawn from `train`.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         nodes=(500, 2000), large_nodes=20_000, train=500, held_out=50, large=10,
@@ -486,7 +487,7 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
     """Meshes to train on, to select by and to test on: as many nodes, and more."""
     same = args.held_out, args.nodes
     large = args.large, (args.large_nodes, args.large_nodes)
-    # `fresh` was drawn when all was decided, by looking at `large`.
+    # Choices were made by looking at `large`; `fresh` was drawn afterwards.
     kinds = {
         "train": (args.train, args.nodes, 0),
         "val": (*same, 1),

@@ -14,8 +14,8 @@ from ``--root``, as MATPOWER's case files (``1888rte.m``) or their matrices as
 In each state, loads, generation and set-points are random, and a branch is out
 (``power_states.py``). In trials of a minute, models that started from nothing stayed
 far behind DC power flow. So all read where solvers start, DC angles and interpolated
-set-points, and by how much these miss the balance of power at each bus; they predict
-what is left.
+set-points, and what these miss of the balance of power at each bus, as voltages that it
+would lead to; they predict what is left.
 
 Arms, with the option that each searches (see ``protocol.py``):
 

@@ -8,7 +8,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from copy import copy
 from hashlib import sha256
 from pathlib import Path
@@ -39,7 +38,7 @@ TOLERANCE, STEPS = 1e-8, 12
 #: What the slack may feed in beside its schedule, and solutions to get there.
 BALANCE, ROUNDS = 0.01, 4
 #: The least and the greatest number of buses of a part that is cut out of a grid, and
-#: the least share of its powers that has to be consumed in it.
+#: the least ratio of its net demand to the sum of all, outflows and inflows included.
 PART, CONSUMED = (100, 1000), 0.3
 #: Of the states: to be raised when they change, so that files of others are not read.
 VERSION = 2
@@ -152,8 +151,8 @@ def filed_mismatch(grid: Grid) -> float:
 
 
 def cut(grid: Grid, rng: np.random.Generator) -> Grid | None:
-    """A connected part of a grid, of random size and place; None if it has no generator
-    or mostly passes power on.
+    """A connected part of a grid, of random size and place; all of a small one. None if
+    no generator feeds in, or if most of what is consumed flows in at the border.
 
     At its border, what flows out of it at the operating point of the file is consumed
     instead, so that this stays one of the part. Its slack is the strongest generator.
@@ -229,8 +228,8 @@ def removable(grid: Grid) -> np.ndarray:
     bridges |= {(v, u) for u, v in bridges}
     _, at, count = np.unique(pairs, axis=0, return_inverse=True, return_counts=True)
     parallel = count[at.ravel()] > 1
-    cut = np.array([tuple(pair) in bridges for pair in pairs.tolist()], bool)
-    return np.flatnonzero(parallel | ~cut)
+    bridge = np.array([tuple(pair) in bridges for pair in pairs.tolist()], bool)
+    return np.flatnonzero(parallel | ~bridge)
 
 
 def admittance(grid: Grid, kept: np.ndarray) -> csr_array:
@@ -485,10 +484,11 @@ class PowerStates(Dataset):
         folder: For processed states, made if need be.
         grids: Files of MATPOWER, `.m` or `.npz`.
         num_states: Of each grid, or of each part.
-        seed: Of what is drawn. A state is a function of it, of the file and of its
-            position.
+        seed: Of what is drawn. States are a function of it, of the file and of the
+            other arguments.
         pre_transform: Applied once to the graph of each grid, with all its branches.
-        num_parts: If given, each grid is replaced by so many parts, see `cut`.
+        num_parts: If given, each grid is replaced by so many parts of 100 to 1,000
+            buses, see `cut`.
 
     Graphs have `x` [V, 17] and `edge_attr` [E, 8] (see `describe` and `edges`), the
     angles in degrees and magnitudes `y` [V, 2], `start` [V, 2], DC power flow and
@@ -512,7 +512,7 @@ class PowerStates(Dataset):
         self.num_states = num_states
         self.graphs: list[Data] = []
         self.states: list[dict[str, Tensor]] = []
-        #: How many states of each grid were dropped.
+        #: How many states of each grid were dropped, parts that were refused aside.
         self.dropped: dict[str, int] = {}
         for path in grids:
             content = path.read_bytes() + repr((pre_transform, num_parts)).encode()
@@ -561,15 +561,19 @@ def make_all(
     """
     grid = read_grid(path)
     if num_parts is None:
-        return [make_states(grid, num_states, rng, path, pre_transform)]
+        found = draw_states(grid, num_states, rng, path)
+        return [make_states(grid, *found, pre_transform)]
     made: list[Made] = []
     with tqdm(total=num_parts, desc=f"parts of {path.stem}", disable=None) as bar:
         for _ in range(100 * num_parts):
             if (part := cut(grid, rng)) is None:
                 continue
-            with suppress(ValueError):
-                made.append(make_states(part, num_states, rng, path, pre_transform))
-                bar.update()
+            try:
+                found = draw_states(part, num_states, rng, path)
+            except ValueError:  # too few have a solution
+                continue
+            made.append(make_states(part, *found, pre_transform))
+            bar.update()
             if len(made) == num_parts:
                 return made
     raise ValueError(
@@ -580,9 +584,8 @@ def make_all(
 
 def make_states(
     grid: Grid,
-    num_states: int,
-    rng: np.random.Generator,
-    path: Path,
+    drawn: list[tuple[Drawn, np.ndarray]],
+    dropped: int,
     pre_transform: Callable | None,
 ) -> Made:
     """The graph of a grid, its states, and how many were dropped."""
@@ -595,7 +598,6 @@ def make_states(
     )
     if pre_transform is not None:
         graph = pre_transform(graph)
-    drawn, dropped = draw_states(grid, num_states, rng, path)
     slack, states = int(np.argmin(grid.kind)), []
     for state, voltage in drawn:
         known = describe(grid, state)
