@@ -492,8 +492,9 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
         "train": (args.train, args.nodes, 0),
         "val": (*same, 1),
         "test": (*same, 2),
+        "large": (*large, 3),
+        "fresh": (*large, 10),
     }
-    kinds |= {"large": (*large, 3), "fresh": (*large, 10)}
     found: dict[str, Any] = {
         name: Meshes(args.processed_root, args.problem, number, nodes, seed)
         for name, (number, nodes, seed) in kinds.items()

@@ -106,34 +106,51 @@ def read_grid(path: Path) -> Grid:
 
     size = 2 * (len(bus),)
     _, part = connected_components(coo_array((np.ones(len(ends)), ends.T), size))
-    inside = part == part[slack]
-    number = np.cumsum(inside) - 1
-    bus, ours, kept = bus[inside], inside[generators], inside[ends[:, 0]]
-    branch, ends = branch[kept], number[ends[kept]].T
     tap = np.where(branch[:, 8] == 0, 1.0, branch[:, 8])
-    levels = bus[ends, 9]
+    levels = bus[ends.T, 9]
     impedance = branch[:, 2] + 1j * branch[:, 3]
-    if min(gen[ours, 1].sum(), bus[:, 2].sum()) <= 0:
-        raise ValueError(f"{path}: the sums of generation and demand must be positive")
-    grid = Grid(
-        kind=kind[inside],
+    whole = Grid(
+        kind=kind,
         demand=(bus[:, 2] + 1j * bus[:, 3]) / base,
         shunt=(bus[:, 4] + 1j * bus[:, 5]) / base,
         voltage=bus[:, 7] * np.exp(1j * np.deg2rad(bus[:, 8])),
-        set_point=set_point[inside],
-        generators=number[generators[ours]],
-        generation=gen[ours, 1] / base,
-        ends=ends,
+        set_point=set_point,
+        generators=generators,
+        generation=gen[:, 1] / base,
+        ends=ends.T,
         impedance=np.where(impedance == 0, 1e-5j, impedance),
         charging=branch[:, 4],
         ratio=tap * np.exp(1j * np.deg2rad(branch[:, 9])),
         transformer=(tap != 1) | (branch[:, 9] != 0) | (levels[0] != levels[1]),
     )
+    grid = restrict(whole, part == part[slack])
+    if min(grid.generation.sum(), grid.demand.real.sum()) <= 0:
+        raise ValueError(f"{path}: the sums of generation and demand must be positive")
     # Shifts of the files from PEGASE are negative radians: taken for degrees, up to
     # 63 p.u. are missing at an operating point, which is 0.2 to 3 p.u. otherwise.
     other = grid._replace(ratio=tap * np.exp(-1j * branch[:, 9]))
     missed = [filed_mismatch(x) for x in (grid, other)]
     return other if missed[1] < 0.1 * missed[0] else grid
+
+
+def restrict(grid: Grid, inside: np.ndarray) -> Grid:
+    """The part of a grid with some of its buses [n], and the branches between them."""
+    number = np.cumsum(inside) - 1
+    kept, ours = inside[grid.ends].all(axis=0), inside[grid.generators]
+    return Grid(
+        kind=grid.kind[inside],
+        demand=grid.demand[inside],
+        shunt=grid.shunt[inside],
+        voltage=grid.voltage[inside],
+        set_point=grid.set_point[inside],
+        generators=number[grid.generators[ours]],
+        generation=grid.generation[ours],
+        ends=number[grid.ends[:, kept]],
+        impedance=grid.impedance[kept],
+        charging=grid.charging[kept],
+        ratio=grid.ratio[kept],
+        transformer=grid.transformer[kept],
+    )
 
 
 def schedule(grid: Grid) -> np.ndarray:
@@ -157,30 +174,18 @@ def cut(grid: Grid, rng: np.random.Generator) -> Grid | None:
     At its border, what flows out of it at the operating point of the file is consumed
     instead, so that this stays one of the part. Its slack is the strongest generator.
     """
-    everything = np.ones(len(grid.impedance), bool)
-    whole = admittance(grid, everything)
+    whole = admittance(grid, np.ones(len(grid.impedance), bool))
     size = round(float(np.exp(rng.uniform(*np.log(PART)))))
     start = rng.integers(len(grid.kind))
     near, _ = breadth_first_order(abs(whole), start, directed=False)
     inside = np.zeros(len(grid.kind), bool)
     inside[near[:size]] = True
-    number = np.cumsum(inside) - 1
-    kept, ours = inside[grid.ends].all(axis=0), inside[grid.generators]
-    voltage, matrix = grid.voltage[inside], admittance(grid, kept)[inside][:, inside]
-    out = (whole @ grid.voltage)[inside] - matrix @ voltage  # currents
-    part = Grid(
-        kind=np.where(grid.kind == SLACK, PV, grid.kind)[inside],
-        demand=grid.demand[inside] + voltage * out.conj(),
-        shunt=grid.shunt[inside],
-        voltage=voltage,
-        set_point=grid.set_point[inside],
-        generators=number[grid.generators[ours]],
-        generation=grid.generation[ours],
-        ends=number[grid.ends[:, kept]],
-        impedance=grid.impedance[kept],
-        charging=grid.charging[kept],
-        ratio=grid.ratio[kept],
-        transformer=grid.transformer[kept],
+    part = restrict(grid, inside)
+    own = admittance(part, np.ones(len(part.impedance), bool))
+    out = (whole @ grid.voltage)[inside] - own @ part.voltage  # currents
+    part = part._replace(
+        kind=np.where(part.kind == SLACK, PV, part.kind),
+        demand=part.demand + part.voltage * out.conj(),
     )
     fed = np.zeros(len(part.kind))
     np.add.at(fed, part.generators, part.generation)
