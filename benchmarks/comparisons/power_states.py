@@ -40,6 +40,8 @@ BALANCE, ROUNDS = 0.01, 4
 #: The least and the greatest number of buses of a part that is cut out of a grid, and
 #: the least ratio of its net demand to the sum of all, outflows and inflows included.
 PART, CONSUMED = (100, 1000), 0.3
+#: The columns of `x` with what misses the balance, see `describe`.
+MISSES = slice(13, 17)
 #: Of the states: to be raised when they change, so that files of others are not read.
 VERSION = 2
 

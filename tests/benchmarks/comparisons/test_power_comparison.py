@@ -14,6 +14,8 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch_geometric.data import Batch
 
+from pyg_chimera.nn import GraphModel
+
 #: The test system of IEEE with 14 buses, and its published solution.
 IEEE = """function mpc = case14
 mpc.baseMVA = 100;
@@ -437,7 +439,7 @@ def test_no_grid_is_on_two_sides():
         names = (*train, *val, *test)
         assert len(names) == len(set(names))
     train, val, test = compared.SPLITS["default"]
-    assert (len(train), len(val), len(test)) == (4, 1, 5)
+    assert (len(train), len(val), len(test)) == (4, 1, 8)
     assert all(name.endswith("rte") for name in train)
 
 
@@ -459,6 +461,24 @@ def test_graphs_count_alike_in_the_errors(ieee, tmp_path):
     for name, row in task.rows(out, batch).items():
         task.metrics[name].update(*row)
     assert task.metrics["angle"].compute().item() == pytest.approx(0.2, abs=1e-4)
+
+
+@pytest.mark.parametrize(("arm", "option"), [("chimera", "tied"), ("gated-gcn", 2)])
+def test_nothing_is_added_where_nothing_is_missing(tmp_path, arm, option):
+    path = power_states.write_grid(tmp_path / "grid.npz", 40, 0)
+    data = PowerStates(tmp_path, [path], 1, 0, compared.AddEliminationOrder())[0]
+    model = compared.build_model("layer_norm", arm, option, 16, 32)
+    out = model(**model.inputs(data))
+    assert out.shape == (40, 2)
+    assert out.abs().min() > 0
+    balanced = data.clone()
+    balanced.x[:, 13:] = 0
+    assert torch.equal(model(**model.inputs(balanced)), torch.zeros(40, 2))
+    plain = GraphModel.forward
+    expected = plain(model, **model.inputs(data))
+    expected -= plain(model, **model.inputs(balanced))
+    assert torch.equal(out, expected)
+    assert (data.x[:, 13:] != 0).any()  # inputs are not changed
 
 
 def test_smoke(call, tmp_path):
