@@ -395,6 +395,32 @@ def mesh(_: int) -> Any:
     return figure
 
 
+def power(_: int) -> Any:
+    """Errors on power grids that were not trained on, in those of the DC start."""
+    file = json.loads((RESULTS / "power-grids.json").read_text(encoding="utf-8"))
+    start, runs = file["rows"]["dc"], file["seeds_of"]
+    runs |= {"newton-step": file["rows"]["newton-step"]}
+    names = [x.removesuffix("_angle") for x in start if x.endswith("_angle")]
+    names = [name for name in names if name != "val"]
+    arms = {"gated-gcn": "GatedGCN", "chimera": "Chimera"}
+    arms["newton-step"] = "a step of Newton's method"
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, metric in zip(axes, ("angle", "magnitude"), strict=True):
+        axis.axhline(1, color="gray", linewidth=0.8)
+        for i, (arm, label) in enumerate(arms.items()):
+            seeds = [run for name, run in runs.items() if name.startswith(arm)]
+            keys = [f"{name}_{metric}" for name in names]
+            heights = [[seed[key] / start[key] for seed in seeds] for key in keys]
+            places = [number + 0.2 * (i - 1) for number in range(len(names))]
+            axis.plot(places, heights, ".", color=f"C{i}")
+            axis.plot([], [], ".", color=f"C{i}", label=label)
+        axis.set(title=f"{metric}s: error over that of the DC start", yscale="log")
+        axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axes[1].legend()
+    return figure
+
+
 def when() -> list[str]:
     """Titles of heads, first at the start and then trained."""
     times = ("start", "trained")
@@ -412,6 +438,7 @@ PICTURES = {
     "sentence.png": sentences,
     "peptides_func.png": curves,
     "mesh.png": mesh,
+    "power.png": power,
 }
 #: Versions of software, and dates, are left out: the same picture is the same file.
 UNSAID = {".svg": ("Creator", "Date"), ".png": ("Software",)}

@@ -15,6 +15,7 @@ PAGES = "".join(
         "index.md",
         "meshes.md",
         "pictures.md",
+        "power.md",
         "results.md",
         "water.md",
     )
@@ -35,7 +36,7 @@ def script() -> ModuleType:
 
 def test_pictures_are_small_and_shown():
     files = sorted((DOCS / "pictures").iterdir())
-    assert len(files) == 11
+    assert len(files) == 12
     for path in files:
         assert path.suffix == (".svg" if path.stem == "recurrence" else ".png")
         assert path.stat().st_size < 100_000
