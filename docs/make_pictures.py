@@ -400,8 +400,10 @@ def power(_: int) -> Any:
     file = json.loads((RESULTS / "power-grids.json").read_text(encoding="utf-8"))
     start, runs = file["rows"]["dc"], file["seeds_of"]
     runs |= {"newton-step": file["rows"]["newton-step"]}
-    names = [x.removesuffix("_angle") for x in start if x.endswith("_angle")]
-    names = [name for name in names if name != "val"]
+    names = ["ACTIVSg200", "ACTIVSg500", "ACTIVSg2000", "2869pegase", "6468rte"]
+    names += ["6515rte", "9241pegase", "ACTIVSg10k"]
+    new = {"ACTIVSg200", "2869pegase", "6468rte"}  # those that no choice was made by
+    labels = [name + "*" * (name in new) for name in names]
     arms = {"gated-gcn": "GatedGCN", "chimera": "Chimera"}
     arms["newton-step"] = "a step of Newton's method"
     figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -416,7 +418,7 @@ def power(_: int) -> Any:
             axis.plot(places, heights, ".", color=f"C{i}")
             axis.plot([], [], ".", color=f"C{i}", label=label)
         axis.set(title=f"{metric}s: error over that of the DC start", yscale="log")
-        axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+        axis.set_xticks(range(len(names)), labels, rotation=30, ha="right")
     axes[1].legend()
     return figure
 
