@@ -419,7 +419,7 @@ def power(_: int) -> Any:
             axis.plot([], [], ".", color=f"C{i}", label=label)
         axis.set(title=f"{metric}s: error over that of the DC start", yscale="log")
         axis.set_xticks(range(len(names)), labels, rotation=30, ha="right")
-    axes[1].legend()
+    axes[1].legend(loc="upper left")
     return figure
 
 
