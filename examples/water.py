@@ -1,8 +1,8 @@
 """Finds the heads in water networks never seen before, from sensors at 5 % of them.
 
 Trains on some networks and tests on others, beside the mean of the sensors and harmonic
-interpolation: heads that are means of their neighbours', weighted by conductance. It
-learns nothing, and after these few minutes it is still far ahead::
+interpolation: heads that are means of their neighbours', weighted by conductance. That
+learns nothing, and is where the model starts::
 
     python examples/water.py    # minutes, on networks of wntr; or on files of EPANET:
     python examples/water.py --train a.inp b.inp.gz --test mine.inp --epochs 20
@@ -20,11 +20,9 @@ import torch
 from matplotlib import pyplot as plt
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
-from torch_geometric.utils import scatter
 
 from pyg_chimera.datasets import SampleSensors, WaterNetworks
 from pyg_chimera.nn import ChimeraConv, GatedGCNConv, GPSLayer, GraphModel
-from pyg_chimera.ops import solve
 from pyg_chimera.transforms import AddEliminationOrder
 
 C, LR = 64, 2e-3  # C: the width of all layers
@@ -37,22 +35,13 @@ def build_model() -> GraphModel:
         mixer = ChimeraConv(C, heads=4, state_channels=16, edge_dim=C, reach=(4, 256))
         return GPSLayer(C, GatedGCNConv(C, C, edge_dim=C), mixer, norm_first=True)
 
-    return GraphModel(7, C, 1, layer, num_layers=3, edge_dim=7, head="node",
+    return GraphModel(9, C, 1, layer, num_layers=3, edge_dim=7, head="node",
                       structure={"rank": "elimination_rank"})  # fmt: skip
 
 
-def harmonic_interpolation(data: Data) -> torch.Tensor:
-    """(I - A)^-1 b, where rows of A are shares of conductance, and zero at sensors."""
-    weight, target = data.conductance.double(), data.edge_index[1]
-    share = weight / scatter(weight, target, dim_size=data.num_nodes)[target]
-    share *= ~data.sensor_mask[target]
-    share *= 1 - 1e-12  # parts without sensors get zero
-    return solve(data.edge_index, share, data.x[:, :1])
-
-
-def errors(out: torch.Tensor, data: Data) -> torch.Tensor:
+def errors(guess: torch.Tensor, data: Data) -> torch.Tensor:
     """In metres, where there is no sensor."""
-    heads = data.sensor_mean + data.sensor_scale * out[:, 0]
+    heads = data.sensor_mean + data.sensor_scale * guess
     return (heads - data.y).abs()[data.target_mask]
 
 
@@ -74,22 +63,28 @@ def main(argv: list[str] | None = None) -> None:
     make = {"num_states": count, "pre_transform": AddEliminationOrder()}
     given = args.weights
     model = GraphModel.from_pretrained(given) if given else build_model()
+
+    def predict(data: Data) -> torch.Tensor:
+        return data.start + data.spread * model(**model.inputs(data))[:, 0]
+
     if epochs:
         states = WaterNetworks(args.root, args.train, **make)
         loader = DataLoader(states, 4, shuffle=True)
         optimizer, total = torch.optim.AdamW(model.parameters()), epochs * len(loader)
         rate = LR / 2 if given else LR
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total)
+    model.train()
     for epoch in range(epochs):
         for batch in loader:
-            loss = errors(model.train()(**model.inputs(batch)), batch).mean()
+            loss = errors(predict(batch), batch).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
         print(f"epoch {epoch + 1}: last error {loss.item():.2f} m")
-    guesses = {"mean": lambda x: 0 * x.x, "harmonic": harmonic_interpolation}
-    guesses["model"] = torch.no_grad()(lambda x: model.eval()(**model.inputs(x)))
+    model.eval()
+    guesses = {"mean": lambda x: 0 * x.start, "harmonic": lambda x: x.start}
+    guesses["model"] = torch.no_grad()(predict)
     mean = {}
     for network in args.test:
         plt.figure(figsize=(12, 4), layout="constrained")  # that of the last is kept

@@ -20,9 +20,11 @@ Arms, with the option that each searches (see ``protocol.py``):
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT (as GATRes, arXiv 2311.10579); depth
 * ``chebyshev``: three filters by conductance (as GraphConvWat, arXiv 2104.13619); order
-* ``mlp``: a network of each node alone, which knows the mean of the sensors; depth
+* ``mlp``: a network of each node alone; depth
 
 Beside them are the mean of the sensors and harmonic interpolation, without learning.
+All models read the latter, and predict what is to be added, in units of how far off it
+may be (`SampleSensors`).
 """
 
 import sys
@@ -32,13 +34,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
 import torch
 from common import Task, main, make_parser
 from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
-from scipy.sparse import coo_array, diags_array
-from scipy.sparse.csgraph import connected_components
-from scipy.sparse.linalg import spsolve
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Batch, Data
@@ -108,59 +106,56 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
     }
 
 
-def errors(out: Tensor, data: Data) -> Tensor:
-    """In metres, at junctions without sensors."""
-    heads = data.sensor_mean + data.sensor_scale * out[:, 0]
-    return (heads - data.y).abs()[data.target_mask]
+def errors(guess: Tensor, data: Data) -> dict[str, Tensor]:
+    """In metres, at junctions without sensors: all, and those in zones with sensors."""
+    miss = (data.sensor_mean + data.sensor_scale * guess - data.y).abs()
+    asked = {"mae": data.target_mask, "zone_mae": data.target_mask & data.in_zone}
+    return {name: miss[mask] for name, mask in asked.items()}
 
 
 def get_task() -> Task:
-    """The mean absolute error in metres."""
+    """Mean absolute errors in metres. Outputs are what is added to the start, in units
+    of its spread.
+    """
+
+    def evaluate(out: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return errors(batch.start + batch.spread * out[:, 0], batch)
 
     def loss(out: Tensor, batch: Batch) -> Tensor:
-        return errors(out, batch).mean()
+        return evaluate(out, batch)["mae"].mean()
 
     def rows(out: Tensor, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
-        number = batch.batch[batch.target_mask]
-        return {"mae": (errors(out, batch), 1.0 / number.bincount()[number])}
+        asked = batch.target_mask
+        number = {"mae": batch.batch[asked]}
+        number["zone_mae"] = batch.batch[asked & batch.in_zone]
+        return {
+            name: (values, 1.0 / number[name].bincount()[number[name]])
+            for name, values in evaluate(out, batch).items()
+        }
 
-    return Task(loss, {"mae": MeanMetric()}, rows, mode="min")
+    metrics = {name: MeanMetric() for name in ("mae", "zone_mae")}
+    return Task(loss, metrics, rows, mode="min")
 
 
 # Without learning ----------------------------------------------------------------
 
 
-def harmonic_interpolation(data: Data) -> Tensor:
-    """Heads that are means of their neighbours', weighted by conductance: the Laplacian
-    system of nodes without sensors. Parts without any get the mean of the sensors.
-    """
-    source, target = data.edge_index.numpy()
-    weight, shape = data.conductance.double().numpy(), 2 * (data.num_nodes,)
-    adjacency = coo_array((weight, (target, source)), shape).tocsr()
-    rows = (diags_array(adjacency.sum(axis=1)) - adjacency).tocsr()
-    at, heads = data.sensor_mask.numpy(), data.x[:, 0].double().numpy()
-    _, part = connected_components(adjacency)
-    free = ~at & np.isin(part, part[at])
-    heads[free] = spsolve(rows[free][:, free].tocsc(), -rows[free][:, at] @ heads[at])
-    return torch.from_numpy(heads).float().view(-1, 1)
-
-
 UNTRAINED: dict[str, Callable[[Data], Tensor]] = {
-    "mean": lambda data: torch.zeros(data.num_nodes, 1),
-    "harmonic": harmonic_interpolation,
+    "mean": lambda data: torch.zeros_like(data.start),
+    "harmonic": lambda data: data.start,
 }
 
 
 def untrained(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The rows of what does not learn."""
-    return {
-        arm: {
-            f"{name}_mae": mean(float(errors(guess(x), x).mean()) for x in data[name])
-            for name in data
-            if name != "train"
-        }
-        for arm, guess in UNTRAINED.items()
-    }
+    rows: dict[str, dict[str, Any]] = {arm: {} for arm in UNTRAINED}
+    for arm, guess in UNTRAINED.items():
+        for name in [name for name in data if name != "train"]:
+            found = [errors(guess(state), state) for state in data[name]]
+            for metric in found[0]:
+                values = [error[metric] for error in found if len(error[metric])]
+                rows[arm][f"{name}_{metric}"] = mean(float(x.mean()) for x in values)
+    return rows
 
 
 # Models --------------------------------------------------------------------------
@@ -188,7 +183,7 @@ def build_model(
     structure["chebyshev"] = {"edge_weight": "conductance"}
     walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(
-        7,
+        9,
         channels,
         1,
         layer,

@@ -22,6 +22,7 @@ from torch_geometric.utils import scatter
 from tqdm import trange
 
 from pyg_chimera.datasets._common import atomic_path, no_bars
+from pyg_chimera.ops import solve
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_integer, check_number
 
@@ -31,6 +32,9 @@ __all__ = ["SampleSensors", "WaterNetworks"]
 ELEVATION_SCALE = 10.0
 #: Heads are divided by their deviation at sensors, of at least so many metres.
 LEAST_SCALE = 0.5
+#: The least spread of heads around the start, in their deviation at sensors, and what
+#: is lost at each step, so that parts without sensors have a solution.
+LEAST_SPREAD, LEAK = 0.003, 1e-12
 #: Units of conductance (m³/s at a loss of 1 m), length and diameter (m) in `edge_attr`.
 UNITS = (0.01, 100.0, 0.2)
 #: The conductance of a pump or a valve, in that of the median pipe.
@@ -55,15 +59,25 @@ class SampleSensors(BaseTransform):
     * :obj:`target_mask`: bool :math:`(V)`, the junctions without,
     * :obj:`sensor_mean`: float32 :math:`(V)`, :math:`\bar h` in metres, at each node of
       a graph the same, and :obj:`sensor_scale`, :math:`\sigma`, at least 0.5 m,
-    * :obj:`x`: float32 :math:`(V, 7)`: :math:`(h_i - \bar h) / \sigma` at sensors and
+    * :obj:`start`: float32 :math:`(V)`, :math:`\mathbf{s}`, harmonic interpolation of
+      :math:`(h_i - \bar h) / \sigma`: each value is the mean of its neighbours',
+      weighted by conductance; zero in parts without sensors,
+    * :obj:`spread`: float32 :math:`(V)`, :math:`\mathbf{w}`, how far off it may be: the
+      deviation of the sensors that it is a mean of, plus the head that the base demand
+      would lose on its way through pipes, at most :math:`\sigma`, plus 0.003,
+    * :obj:`in_zone`: bool :math:`(V)`, whether pipes lead to a sensor, without pumps or
+      valves,
+    * :obj:`x`: float32 :math:`(V, 9)`: :math:`(h_i - \bar h) / \sigma` at sensors and
       zero elsewhere; one at sensors; the elevation, :math:`(e_i - \bar h) / 10`; the
       base demand :math:`d_i` as :math:`\mathrm{arsinh}(d_i / \bar d)`, where
       :math:`\bar d` is the mean of their absolute values; junction, tank and reservoir
-      as one-hot.
+      as one-hot; :math:`s_i`; :math:`\log w_i`.
 
     A model whose output is :math:`\mathbf{o}` predicts the heads :math:`\bar h +
-    \sigma \mathbf{o}` in metres: networks differ in heads by 1 to 50 m, and unseen ones
-    would otherwise have inputs that no other has.
+    \sigma (\mathbf{s} + \mathbf{w} \odot \mathbf{o})` in metres: networks differ in
+    heads by 1 to 50 m, and unseen ones would otherwise have inputs that no other has.
+    Interpolation takes two sparse systems, which need no order of their own if the
+    graph has an :obj:`elimination_rank`.
 
     Args:
         share (float, optional): The share of the junctions that have a sensor; at least
@@ -110,10 +124,43 @@ class SampleSensors(BaseTransform):
         data.target_mask = (data.node_type == 0) & ~sensors
         data.sensor_mean = mean.repeat(data.num_nodes)
         data.sensor_scale = scale.repeat(data.num_nodes)
-        return data
+        return _set_start(data)
 
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}({self.share}, seed={self.seed})"
+
+
+def _solve_flows(data: Data, weight: Tensor, given: Tensor) -> Tensor:
+    """Values [V, k]: as given at sensors; elsewhere, differences to neighbours, times
+    weights, add up to what is given. Parts without sensors get zero, or a lot.
+    """
+    free, target = ~data.sensor_mask, data.edge_index[1]
+    total = scatter(weight, target, dim_size=data.num_nodes).clamp(min=1e-12)
+    share = (1 - LEAK) * weight / total[target] * free[target]
+    right = given / torch.where(free, total, 1)[:, None]
+    rank = data.elimination_rank if "elimination_rank" in data else None
+    return solve(data.edge_index, share, right, rank=rank)
+
+
+def _set_start(data: Data) -> Data:
+    """What is known without learning, of a graph with sensors."""
+    weight, is_pipe = data.conductance.double(), data.edge_attr[:, 3]
+    heads, demand = data.x[:, 0].double(), data.demand.double()
+    known = data.sensor_mask.double()
+    given = torch.stack([heads, heads**2, known], dim=1)
+    start, square, kept = _solve_flows(data, weight, given).unbind(1)
+    kept = kept.clamp(min=0.5)  # what did not leak: almost one, or no sensor
+    start, square = start / kept, square / kept
+    deviation = (square - start**2).clamp(min=0).sqrt()
+    some = demand.clamp(min=1e-6 * demand.abs().mean()) / data.sensor_scale
+    given = torch.stack([some * (1 - known), known], dim=1)
+    loss, in_zone = _solve_flows(data, weight * is_pipe, given).unbind(1)
+    data.start = start.float()
+    data.spread = (deviation + loss.clamp(max=1) + LEAST_SPREAD).float()
+    data.in_zone = in_zone > 0.5
+    columns = [data.x, data.start[:, None], data.spread.log()[:, None]]
+    data.x = torch.cat(columns, dim=1)
+    return data
 
 
 class WaterNetworks(Dataset):

@@ -5,6 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.sparse import coo_array, diags_array
+from scipy.sparse.csgraph import connected_components
+from scipy.sparse.linalg import spsolve
 from torch_geometric.loader import DataLoader
 from torch_geometric.utils import scatter
 
@@ -240,7 +243,73 @@ def test_sensors(load, tiny):
     assert np.allclose(above, data.elevation, atol=1e-4)
     demand = data.x[:, 3].sinh() * data.demand.mean()
     assert np.allclose(demand, data.demand, atol=1e-6)
-    assert torch.equal(data.x[:, 4:].argmax(dim=1), data.node_type)
+    assert torch.equal(data.x[:, 4:7].argmax(dim=1), data.node_type)
+
+
+def by_scipy(data, weight, given):
+    """The Laplacian system of nodes without sensors, where weights lead to one."""
+    source, target = data.edge_index.numpy()
+    shape = 2 * (data.num_nodes,)
+    adjacency = coo_array((weight.double(), (target, source)), shape).tocsr()
+    adjacency.eliminate_zeros()  # or these count as connected
+    rows = (diags_array(adjacency.sum(axis=1)) - adjacency).tocsr()
+    at, found = data.sensor_mask.numpy(), given.double().numpy().copy()
+    _, part = connected_components(adjacency)
+    inside = np.isin(part, part[at])
+    free = ~at & inside
+    right = found[free] - rows[free][:, at] @ found[at]
+    found[free] = spsolve(rows[free][:, free].tocsc(), right)
+    return torch.from_numpy(found), torch.from_numpy(inside)
+
+
+def assert_start(data):
+    heads, at = data.x[:, 0], data.sensor_mask
+    mean, inside = by_scipy(data, data.conductance, heads)
+    assert torch.allclose(data.start, (mean * inside).float(), atol=1e-4)
+    square, _ = by_scipy(data, data.conductance, heads**2)
+    deviation = (square - mean**2).clamp(min=0).sqrt() * inside
+    is_pipe = data.edge_attr[:, 3] == 1
+    demand = data.demand.clamp(min=1e-6 * float(data.demand.abs().mean())) * ~at
+    loss, piped = by_scipy(data, data.conductance * is_pipe, demand)
+    loss = (loss / data.sensor_scale).clamp(max=1)
+    loss[~piped] = 1  # no pipe brings what is consumed
+    assert torch.equal(data.in_zone, piped)
+    expected = (deviation + loss + 0.003).float()
+    assert torch.allclose(data.spread, expected, rtol=1e-3, atol=1e-3)
+    assert data.x.shape == (data.num_nodes, 9)
+    assert torch.equal(data.x[:, 7], data.start)
+    assert torch.equal(data.x[:, 8], data.spread.log())
+    assert torch.equal(data.start[at], heads[at])
+    assert torch.allclose(data.spread[at], torch.tensor(0.003), atol=1e-4)
+
+
+@pytest.mark.parametrize("network", ["tiny", "Net1", "Net3", "ky4", "ky10"])
+@pytest.mark.parametrize("order", [None, AddEliminationOrder()])
+def test_the_start_is_that_of_a_sparse_solver(load, tiny, network, order):
+    path = tiny if network == "tiny" else network
+    for data in load(path, num_states=2, pre_transform=order):
+        assert_start(data)
+
+
+@pytest.mark.parametrize("network", ["ky2", "Richmond_standard", "KL"])
+def test_the_start_on_real_networks(shared_data, load, network):
+    path = shared_data / "water" / f"{network}.inp.gz"
+    if not path.exists():
+        pytest.skip(f"there is no {path}")
+    for data in load(str(path), num_states=2, sensors=SampleSensors(0.05, seed=0)):
+        assert_start(data)
+
+
+def test_parts_without_sensors(load, tiny):
+    """They start at the mean of the sensors, and are as far off as can be."""
+    data = load(tiny)[0]
+    data.edge_index, data.edge_attr = data.edge_index[:, :0], data.edge_attr[:0]
+    data.conductance = data.conductance[:0]
+    data = SampleSensors(0.3, seed=0)(data)
+    away = ~data.sensor_mask
+    assert (data.start[away] == 0).all()
+    assert torch.allclose(data.spread[away], torch.tensor(1.003))
+    assert torch.equal(data.in_zone, data.sensor_mask)
 
 
 def test_sensors_are_drawn_anew_or_fixed(load, tiny):
@@ -305,7 +374,16 @@ def test_batches(load, tiny, tmp_path):
     assert dataset[5].pos.isnan().all()
     batch = next(iter(DataLoader(dataset, 10)))
     assert batch.num_graphs == 10
-    for key in ("x", "y", "elimination_rank", "sensor_mean", "target_mask"):
+    for key in (
+        "x",
+        "y",
+        "start",
+        "spread",
+        "in_zone",
+        "elimination_rank",
+        "sensor_mean",
+        "target_mask",
+    ):
         assert len(batch[key]) == batch.num_nodes
     assert batch.state.tolist() == [0, 1, 2, 3, 4] * 2
 
