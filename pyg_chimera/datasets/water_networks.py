@@ -62,9 +62,10 @@ class SampleSensors(BaseTransform):
     * :obj:`start`: float32 :math:`(V)`, :math:`\mathbf{s}`, harmonic interpolation of
       :math:`(h_i - \bar h) / \sigma`: each value is the mean of its neighbours',
       weighted by conductance; zero in parts without sensors,
-    * :obj:`spread`: float32 :math:`(V)`, :math:`\mathbf{w}`, how far off it may be: the
-      deviation of the sensors that it is a mean of, plus the head that the base demand
-      would lose on its way through pipes, at most :math:`\sigma`, plus 0.003,
+    * :obj:`spread`: float32 :math:`(V)`, :math:`\mathbf{w}`, how far off it may be, in
+      units of :math:`\sigma`: the deviation of the sensors that it is a mean of, plus
+      the head that positive base demands would lose on their way through pipes, at
+      most 1, plus 0.003,
     * :obj:`in_zone`: bool :math:`(V)`, whether pipes lead to a sensor, without pumps or
       valves,
     * :obj:`x`: float32 :math:`(V, 9)`: :math:`(h_i - \bar h) / \sigma` at sensors and
@@ -77,7 +78,8 @@ class SampleSensors(BaseTransform):
     \sigma (\mathbf{s} + \mathbf{w} \odot \mathbf{o})` in metres: networks differ in
     heads by 1 to 50 m, and unseen ones would otherwise have inputs that no other has.
     Interpolation takes two sparse systems, which need no order of their own if the
-    graph has an :obj:`elimination_rank`.
+    graph has an :obj:`elimination_rank`. Reads :obj:`edge_index`, :obj:`conductance`
+    and :obj:`edge_attr` as :class:`WaterNetworks` makes them.
 
     Args:
         share (float, optional): The share of the junctions that have a sensor; at least
@@ -152,7 +154,8 @@ def _set_start(data: Data) -> Data:
     kept = kept.clamp(min=0.5)  # what did not leak: almost one, or no sensor
     start, square = start / kept, square / kept
     deviation = (square - start**2).clamp(min=0).sqrt()
-    some = demand.clamp(min=1e-6 * demand.abs().mean()) / data.sensor_scale
+    least = (1e-6 * demand.abs().mean()).clamp(min=1e-9)  # m³/s, also at dead ends
+    some = torch.maximum(demand, least) / data.sensor_scale
     given = torch.stack([some * (1 - known), known], dim=1)
     loss, in_zone = _solve_flows(data, weight * is_pipe, given).unbind(1)
     data.start = start.float()
