@@ -39,13 +39,19 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from common import Task, main, make_parser
-from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
+from protocol import (
+    RATES,
+    SHARED_ARMS,
+    DrawnGraphs,
+    Study,
+    build_layer,
+    without_learning,
+)
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import spsolve
@@ -560,20 +566,6 @@ UNTRAINED: dict[str, Callable[[Data], Tensor]] = {
 }
 
 
-def untrained(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of what does not learn."""
-    return {
-        arm: {
-            f"{name}_unexplained": mean(
-                float(unexplained(guess(x), x)) for x in data[name]
-            )
-            for name in data
-            if name != "train"
-        }
-        for arm, guess in UNTRAINED.items()
-    }
-
-
 # Models --------------------------------------------------------------------------
 
 
@@ -637,7 +629,12 @@ def build_model(
 def get_study(problem: str) -> Study:
     """The comparison on a problem."""
     build = partial(build_model, problem)
-    return Study(ARMS, build, get_task, get_datasets, untrained)
+    given = partial(
+        without_learning,
+        UNTRAINED,
+        lambda x, data: {"unexplained": unexplained(x, data)},
+    )
+    return Study(ARMS, build, get_task, get_datasets, given)
 
 
 def get_args(argv: list[str] | None = None) -> Namespace:

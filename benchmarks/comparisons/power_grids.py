@@ -35,14 +35,21 @@ method from the latter. All its steps give the targets.
 
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 from common import Task, main, make_parser
 from power_states import MISSES, PQ, SLACK, PowerStates, write_grid
-from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
+from protocol import (
+    RATES,
+    SHARED_ARMS,
+    DrawnGraphs,
+    Study,
+    build_layer,
+    without_learning,
+)
 from torch import Tensor
 from torch.nn import Linear, Module, ReLU, Sequential
 from torch_geometric.data import Batch, Data
@@ -159,18 +166,6 @@ UNTRAINED = {
 }
 
 
-def untrained(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of what does not learn."""
-    rows: dict[str, dict[str, Any]] = {arm: {} for arm in UNTRAINED}
-    for arm, guess in UNTRAINED.items():
-        for name in [name for name in data if name != "train"]:
-            found = [errors(guess(state), state) for state in data[name]]
-            for metric in found[0]:
-                value = mean(float(error[metric]) for error in found)
-                rows[arm][f"{name}_{metric}"] = value
-    return rows
-
-
 # Models --------------------------------------------------------------------------
 
 
@@ -232,7 +227,8 @@ def build_model(
 # Runs ----------------------------------------------------------------------------
 
 
-STUDY = Study(ARMS, build_model, get_task, get_datasets, untrained)
+GIVEN = partial(without_learning, UNTRAINED, errors)
+STUDY = Study(ARMS, build_model, get_task, get_datasets, GIVEN)
 
 
 def get_args(argv: list[str] | None = None) -> Namespace:

@@ -159,6 +159,24 @@ def longer(arm: str) -> str:
     return f"{arm}/long"
 
 
+def without_learning(
+    guesses: dict[str, Callable[[Data], Tensor]],
+    errors: Callable[[Tensor, Data], dict[str, Tensor]],
+    data: dict[str, Any],
+) -> Rows:
+    """Rows of what does not learn: of each metric the mean over graphs of the mean
+    error, graphs without any left out.
+    """
+    rows: Rows = {arm: {} for arm in guesses}
+    for arm, guess in guesses.items():
+        for name in [name for name in data if name != "train"]:
+            found = [errors(guess(graph), graph) for graph in data[name]]
+            for metric in found[0]:
+                values = [error[metric] for error in found if len(error[metric])]
+                rows[arm][f"{name}_{metric}"] = mean(float(x.mean()) for x in values)
+    return rows
+
+
 @dataclass(frozen=True, eq=False)
 class Study:
     """What is compared.

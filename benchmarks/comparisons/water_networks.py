@@ -30,13 +30,20 @@ may be (`SampleSensors`).
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 from common import Task, main, make_parser
-from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
+from protocol import (
+    RATES,
+    SHARED_ARMS,
+    DrawnGraphs,
+    Study,
+    build_layer,
+    without_learning,
+)
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Batch, Data
@@ -106,11 +113,15 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
     }
 
 
+def asked(data: Data) -> dict[str, Tensor]:
+    """By metric, junctions without sensors: all, and those in zones with sensors."""
+    return {"mae": data.target_mask, "zone_mae": data.target_mask & data.in_zone}
+
+
 def errors(guess: Tensor, data: Data) -> dict[str, Tensor]:
-    """In metres, at junctions without sensors: all, and those in zones with sensors."""
+    """In metres, at the junctions of each metric."""
     miss = (data.sensor_mean + data.sensor_scale * guess - data.y).abs()
-    asked = {"mae": data.target_mask, "zone_mae": data.target_mask & data.in_zone}
-    return {name: miss[mask] for name, mask in asked.items()}
+    return {name: miss[mask] for name, mask in asked(data).items()}
 
 
 def get_task() -> Task:
@@ -125,9 +136,7 @@ def get_task() -> Task:
         return evaluate(out, batch)["mae"].mean()
 
     def rows(out: Tensor, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
-        asked = batch.target_mask
-        number = {"mae": batch.batch[asked]}
-        number["zone_mae"] = batch.batch[asked & batch.in_zone]
+        number = {name: batch.batch[mask] for name, mask in asked(batch).items()}
         return {
             name: (values, 1.0 / number[name].bincount()[number[name]])
             for name, values in evaluate(out, batch).items()
@@ -144,18 +153,6 @@ UNTRAINED: dict[str, Callable[[Data], Tensor]] = {
     "mean": lambda data: torch.zeros_like(data.start),
     "harmonic": lambda data: data.start,
 }
-
-
-def untrained(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of what does not learn."""
-    rows: dict[str, dict[str, Any]] = {arm: {} for arm in UNTRAINED}
-    for arm, guess in UNTRAINED.items():
-        for name in [name for name in data if name != "train"]:
-            found = [errors(guess(state), state) for state in data[name]]
-            for metric in found[0]:
-                values = [error[metric] for error in found if len(error[metric])]
-                rows[arm][f"{name}_{metric}"] = mean(float(x.mean()) for x in values)
-    return rows
 
 
 # Models --------------------------------------------------------------------------
@@ -199,7 +196,8 @@ def build_model(
 # Runs ----------------------------------------------------------------------------
 
 
-STUDY = Study(ARMS, build_model, get_task, get_datasets, untrained)
+GIVEN = partial(without_learning, UNTRAINED, errors)
+STUDY = Study(ARMS, build_model, get_task, get_datasets, GIVEN)
 
 
 def get_args(argv: list[str] | None = None) -> Namespace:
