@@ -1,10 +1,12 @@
 r"""Compares models that find the heads in water networks from sensors at 5 % of them.
 
-Trains on nine networks of Kentucky, selects on two others, and tests on four networks
-of other origin, then on a large one of Kentucky and one of 12,523 junctions, with
-sensors at other junctions in each state. Their ``.inp`` files are read from ``--root``,
-plain or compressed: ``ky1`` to ``ky14``, ``L-TOWN``, ``KL``, ``Richmond_standard``,
-``Balerma`` and ``BWSN_Network_2``, as the packages ``epyt`` and ``wntr`` ship them::
+Trains on states of nine networks of Kentucky and selects on others, with sensors at
+other junctions in each state. Tests on further states of them (``known``), on two
+networks of Kentucky that were not in training (``other``), on four of other origin, and
+on two large ones, one of Kentucky and one of 12,523 junctions. Their ``.inp`` files are
+read from ``--root``, plain or compressed: ``ky1`` to ``ky14``, ``L-TOWN``, ``KL``,
+``Richmond_standard``, ``Balerma`` and ``BWSN_Network_2``, as the packages ``epyt`` and
+``wntr`` ship them::
 
     python benchmarks/comparisons/water_networks.py --root data/water     # days
     python benchmarks/comparisons/water_networks.py --root data/water --status
@@ -22,9 +24,10 @@ Arms, with the option that each searches (see ``protocol.py``):
 * ``chebyshev``: three filters by conductance (as GraphConvWat, arXiv 2104.13619); order
 * ``mlp``: a network of each node alone; depth
 
-Beside them are the mean of the sensors and harmonic interpolation, without learning.
-All models read the latter, and predict what is to be added, in units of how far off it
-may be (`SampleSensors`).
+Beside them, without learning, are the mean of the sensors, harmonic interpolation, and
+least squares, which know the laws of flow. All models read these, and predict what is
+to be added, in units of their deviation (`SampleSensors`). ``mae`` is of all junctions
+without a sensor, ``zone_mae`` of those to which pipes lead from one.
 """
 
 import sys
@@ -62,21 +65,26 @@ ARMS = SHARED_ARMS | {
 WALK = 16
 KENTUCKY = ("ky1", "ky2", "ky3", "ky4", "ky5", "ky7", "ky8", "ky10", "ky11")
 FOREIGN = ("L-TOWN", "KL", "Richmond_standard", "Balerma")
-#: Networks to train, to select and to test on.
-SPLITS = {
-    "default": (KENTUCKY, ("ky13", "ky14"), (*FOREIGN, "ky12", "BWSN_Network_2")),
-    "smoke": (("Net3",), ("Net1",), ("Net2",)),  # those of wntr
+#: Networks to train on, and by name those to test on that are not among them.
+SPLITS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "default": (
+        KENTUCKY,
+        {"other": ("ky13", "ky14")}
+        | {name: (name,) for name in (*FOREIGN, "ky12", "BWSN_Network_2")},
+    ),
+    "smoke": (("Net3",), {"Net2": ("Net2",)}),  # those of wntr
 }
 #: `length` is the number of states in an epoch, drawn from `states` of each network.
+#: `val_states` of each select, and `held_out` are for tests.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
-        states=200, length=240, held_out=20, minutes=10.0, seeds=3, channels=64,
-        epochs=None, batch_size=4, lr=RATES[0], warmup_epochs=1,
+        states=200, length=240, val_states=5, held_out=20, minutes=10.0, seeds=3,
+        channels=64, epochs=None, batch_size=4, lr=RATES[0], warmup_epochs=1,
         optimizer="AdamW", weight_decay=0.01, norm="graph_batch_norm",
     ),
     "smoke": dict(
-        states=8, length=8, held_out=2, minutes=None, seeds=1, channels=16,
-        epochs=1, batch_size=4, lr=RATES[0], warmup_epochs=0.5,
+        states=8, length=8, val_states=2, held_out=2, minutes=None, seeds=1,
+        channels=16, epochs=1, batch_size=4, lr=RATES[0], warmup_epochs=0.5,
         optimizer="AdamW", weight_decay=0.01, norm="graph_batch_norm",
     ),
 }  # fmt: skip
@@ -92,24 +100,25 @@ def find(root: Path, network: str) -> str:
 
 
 def get_datasets(args: Namespace) -> dict[str, Any]:
-    """States to train on, to select by and, by network, to test on."""
-    train, val, test = SPLITS[args.preset]
+    """States to train on, to select by and, by name, to test on."""
+    train, tests = SPLITS[args.preset]
     prepare = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
 
-    def load(names: tuple[str, ...], states: int, **kwargs: Any) -> WaterNetworks:
+    def load(names: tuple[str, ...], states: int, seed: int) -> WaterNetworks:
         return WaterNetworks(
             str(args.processed_root or args.root),
             [find(args.root, name) for name in names],
             states,
+            SampleSensors(0.05, seed=seed or None),  # drawn anew for training
+            seed,
             pre_transform=prepare,
-            **kwargs,
         )
 
-    fixed = {"sensors": SampleSensors(0.05, seed=0), "seed": 1}
     return {
-        "train": DrawnGraphs(load(train, args.states), args.length),
-        "val": load(val, args.held_out, **fixed),
-        **{name: load((name,), args.held_out, **fixed) for name in test},
+        "train": DrawnGraphs(load(train, args.states, 0), args.length),
+        "val": load(train, args.val_states, 1),
+        "known": load(train, args.held_out, 2),
+        **{name: load(names, args.held_out, 1) for name, names in tests.items()},
     }
 
 
@@ -125,8 +134,8 @@ def errors(guess: Tensor, data: Data) -> dict[str, Tensor]:
 
 
 def get_task() -> Task:
-    """Mean absolute errors in metres. Outputs are what is added to the start, in units
-    of its spread.
+    """Mean absolute errors in metres; the first one is the loss. Outputs are what is
+    added to the start, in units of its spread.
     """
 
     def evaluate(out: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -151,7 +160,8 @@ def get_task() -> Task:
 
 UNTRAINED: dict[str, Callable[[Data], Tensor]] = {
     "mean": lambda data: torch.zeros_like(data.start),
-    "harmonic": lambda data: data.start,
+    "harmonic": lambda data: data.harmonic,
+    "least-squares": lambda data: data.start,
 }
 
 

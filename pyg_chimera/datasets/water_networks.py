@@ -18,11 +18,11 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch_geometric.data import Data, Dataset
 from torch_geometric.transforms import BaseTransform
-from torch_geometric.utils import scatter
+from torch_geometric.utils import one_hot, scatter
 from tqdm import trange
 
 from pyg_chimera.datasets._common import atomic_path, no_bars
-from pyg_chimera.ops import solve
+from pyg_chimera.datasets._water_estimates import estimate, in_zone, interpolate
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_integer, check_number
 
@@ -32,9 +32,6 @@ __all__ = ["SampleSensors", "WaterNetworks"]
 ELEVATION_SCALE = 10.0
 #: Heads are divided by their deviation at sensors, of at least so many metres.
 LEAST_SCALE = 0.5
-#: The least spread of heads around the start, in their deviation at sensors, and what
-#: is lost at each step, so that parts without sensors have a solution.
-LEAST_SPREAD, LEAK = 0.003, 1e-12
 #: Units of conductance (m³/s at a loss of 1 m), length and diameter (m) in `edge_attr`.
 UNITS = (0.01, 100.0, 0.2)
 #: The conductance of a pump or a valve, in that of the median pipe.
@@ -45,29 +42,32 @@ DEMAND_SIGMA, DEMAND_FACTOR, SOURCE_METRES = 0.5, (0.4, 1.4), 2.0
 LOWEST_PRESSURE = -200.0
 #: How often states are drawn again, if most are dropped.
 TRIES = 20
+#: Flows grow with this power of the head that is lost, by formula.
+FLOW_POWER = {"H-W": 1 / 1.852, "C-M": 0.5, "D-W": 0.5}
 GRAVITY, VISCOSITY = 9.81, 1.0e-6
 
 
 class SampleSensors(BaseTransform):
     r"""Chooses junctions that have sensors, and makes the inputs of a model from what
-    these measure: no other head is in them.
+    these measure: no other head is in them. Heads may be NaN where none is known. So
+    :obj:`SampleSensors(1)` estimates all heads from those that were measured.
 
     Sets the attributes, for heads :obj:`y` :math:`\mathbf{h}` with the mean
     :math:`\bar h` and the standard deviation :math:`\sigma` over the sensors,
 
     * :obj:`sensor_mask`: bool :math:`(V)`, the junctions with sensors,
-    * :obj:`target_mask`: bool :math:`(V)`, the junctions without,
+    * :obj:`target_mask`: bool :math:`(V)`, the junctions without whose head is known,
     * :obj:`sensor_mean`: float32 :math:`(V)`, :math:`\bar h` in metres, at each node of
       a graph the same, and :obj:`sensor_scale`, :math:`\sigma`, at least 0.5 m,
-    * :obj:`start`: float32 :math:`(V)`, :math:`\mathbf{s}`, harmonic interpolation of
+    * :obj:`harmonic`: float32 :math:`(V)`, harmonic interpolation of
       :math:`(h_i - \bar h) / \sigma`: each value is the mean of its neighbours',
       weighted by conductance; zero in parts without sensors,
-    * :obj:`spread`: float32 :math:`(V)`, :math:`\mathbf{w}`, how far off it may be, in
-      units of :math:`\sigma`: the deviation of the sensors that it is a mean of, plus
-      the head that positive base demands would lose on their way through pipes, at
-      most 1, plus 0.003,
-    * :obj:`in_zone`: bool :math:`(V)`, whether pipes lead to a sensor, without pumps or
-      valves,
+    * :obj:`start`: float32 :math:`(V)`, :math:`\mathbf{s}`, an estimate of the same by
+      least squares, see below,
+    * :obj:`spread`: float32 :math:`(V)`, :math:`\mathbf{w}`, the deviation of the
+      estimate in units of :math:`\sigma`, found by 16 random states, plus 0.003,
+    * :obj:`in_zone`: bool :math:`(V)`, whether pipes lead to a sensor, without pumps,
+      valves or check valves,
     * :obj:`x`: float32 :math:`(V, 9)`: :math:`(h_i - \bar h) / \sigma` at sensors and
       zero elsewhere; one at sensors; the elevation, :math:`(e_i - \bar h) / 10`; the
       base demand :math:`d_i` as :math:`\mathrm{arsinh}(d_i / \bar d)`, where
@@ -77,19 +77,29 @@ class SampleSensors(BaseTransform):
     A model whose output is :math:`\mathbf{o}` predicts the heads :math:`\bar h +
     \sigma (\mathbf{s} + \mathbf{w} \odot \mathbf{o})` in metres: networks differ in
     heads by 1 to 50 m, and unseen ones would otherwise have inputs that no other has.
-    Interpolation takes two sparse systems, which need no order of their own if the
-    graph has an :obj:`elimination_rank`. Reads :obj:`edge_index`, :obj:`conductance`
-    and :obj:`edge_attr` as :class:`WaterNetworks` makes them.
+
+    The estimate is the state estimation of hydraulics. Demands are taken to deviate
+    from the base ones by 50 % and by 2 % of the mean one, each by itself, and by 30 %,
+    all together; sensors by 1 cm; and heads of tanks, reservoirs and the ends of pumps,
+    valves and check valves, whose inflow is unknown, from interpolation by
+    :math:`2 \sigma`, or 20 m if this is more. Of all heads, the estimate has those with
+    the least sum of squares of deviations in these units, but for rounds that are not
+    iterated to the end. Heads of tanks and reservoirs are not read. It takes 14
+    solutions of sparse systems, which need no order of their own if the graph has an
+    :obj:`elimination_rank`. Reads :obj:`edge_index`, :obj:`conductance`,
+    :obj:`edge_attr`, :obj:`demand` and :obj:`flow_power` as :class:`WaterNetworks`
+    makes them.
 
     Args:
-        share (float, optional): The share of the junctions that have a sensor; at least
-            one has. (default: :obj:`0.05`)
+        share (float, optional): The share of the junctions whose head is known that
+            have a sensor; at least one has. (default: :obj:`0.05`)
         seed (int, optional): If given, each state of a network has its own sensors,
             always the same, as for validation and tests. With :obj:`None`, they are
             drawn anew each time, by PyTorch's generator. (default: :obj:`None`)
 
     Raises:
-        ValueError: If the share is not in (0, 1], or the seed is negative.
+        ValueError: If the share is not in (0, 1], the seed is negative, or no head of a
+            junction is known.
     """
 
     def __init__(self, share: float = 0.05, seed: int | None = None) -> None:
@@ -101,7 +111,10 @@ class SampleSensors(BaseTransform):
 
     def forward(self, data: Data) -> Data:
         """Sets the sensors of a graph, and the attributes that follow from them."""
-        junctions = (data.node_type == 0).nonzero().view(-1)
+        known = (data.node_type == 0) & ~data.y.isnan()
+        junctions = known.nonzero().view(-1)
+        if len(junctions) == 0:
+            raise ValueError("'data.y' must have the head of at least one junction")
         count = max(1, round(self.share * len(junctions)))
         if self.seed is None:
             order = torch.randperm(len(junctions))
@@ -114,56 +127,30 @@ class SampleSensors(BaseTransform):
         mean = measured.mean().float()
         scale = measured.std(correction=0).clamp(min=LEAST_SCALE).float()
         demand = data.demand / data.demand.abs().mean().clamp(min=1e-12)
+        heads = ((data.y - mean) / scale).where(sensors, 0.0)
+        data.sensor_mask = sensors
+        data.target_mask = known & ~sensors
+        data.sensor_mean = mean.repeat(data.num_nodes)
+        data.sensor_scale = scale.repeat(data.num_nodes)
+        data.in_zone = in_zone(data)
+        harmonic = interpolate(data, heads.double())
+        start, spread = estimate(data, heads.double(), harmonic)
+        data.harmonic, data.start = harmonic.float(), start.float()
+        data.spread = spread.float()
         columns = [
-            ((data.y - mean) / scale).where(sensors, 0.0),
+            heads,
             sensors.float(),
             (data.elevation - mean) / ELEVATION_SCALE,
             demand.asinh(),
-            *torch.nn.functional.one_hot(data.node_type, 3).float().unbind(dim=1),
+            *one_hot(data.node_type, num_classes=3).unbind(dim=1),
+            data.start,
+            data.spread.log(),
         ]
         data.x = torch.stack(columns, dim=1)
-        data.sensor_mask = sensors
-        data.target_mask = (data.node_type == 0) & ~sensors
-        data.sensor_mean = mean.repeat(data.num_nodes)
-        data.sensor_scale = scale.repeat(data.num_nodes)
-        return _set_start(data)
+        return data
 
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}({self.share}, seed={self.seed})"
-
-
-def _solve_flows(data: Data, weight: Tensor, given: Tensor) -> Tensor:
-    """Values [V, k]: as given at sensors; elsewhere, differences to neighbours, times
-    weights, add up to what is given. Parts without sensors get zero, or a lot.
-    """
-    free, target = ~data.sensor_mask, data.edge_index[1]
-    total = scatter(weight, target, dim_size=data.num_nodes).clamp(min=1e-12)
-    share = (1 - LEAK) * weight / total[target] * free[target]
-    right = given / torch.where(free, total, 1)[:, None]
-    rank = data.elimination_rank if "elimination_rank" in data else None
-    return solve(data.edge_index, share, right, rank=rank)
-
-
-def _set_start(data: Data) -> Data:
-    """What is known without learning, of a graph with sensors."""
-    weight, is_pipe = data.conductance.double(), data.edge_attr[:, 3]
-    heads, demand = data.x[:, 0].double(), data.demand.double()
-    known = data.sensor_mask.double()
-    given = torch.stack([heads, heads**2, known], dim=1)
-    start, square, kept = _solve_flows(data, weight, given).unbind(1)
-    kept = kept.clamp(min=0.5)  # what did not leak: almost one, or no sensor
-    start, square = start / kept, square / kept
-    deviation = (square - start**2).clamp(min=0).sqrt()
-    least = (1e-6 * demand.abs().mean()).clamp(min=1e-9)  # m³/s, also at dead ends
-    some = torch.maximum(demand, least) / data.sensor_scale
-    given = torch.stack([some * (1 - known), known], dim=1)
-    loss, in_zone = _solve_flows(data, weight * is_pipe, given).unbind(1)
-    data.start = start.float()
-    data.spread = (deviation + loss.clamp(max=1) + LEAST_SPREAD).float()
-    data.in_zone = in_zone > 0.5
-    columns = [data.x, data.start[:, None], data.spread.log()[:, None]]
-    data.x = torch.cat(columns, dim=1)
-    return data
 
 
 class WaterNetworks(Dataset):
@@ -207,6 +194,7 @@ class WaterNetworks(Dataset):
     * :obj:`conductance`: float32 :math:`(E)`, the flow in m³/s at which a pipe loses
       1 m of head; at pumps and valves, where heads may jump, a thousandth of the median
       of the pipes,
+    * :obj:`flow_power` (float): flows grow with this power of the head lost,
     * :obj:`elevation`: float32 :math:`(V)`, in metres; of reservoirs, which have none,
       the mean of their neighbours,
     * :obj:`demand`: float32 :math:`(V)`, that of the file in m³/s, averaged over a day,
@@ -279,10 +267,13 @@ class WaterNetworks(Dataset):
         #: For each network, the graph, without heads, and its heads [V, states].
         self.graphs: list[Data] = []
         self.heads: list[Tensor] = []
+        #: For each network, the names of the graph's nodes.
+        self.node_names: list[list[str]] = []
         #: How many states of each network were dropped.
         self.dropped: dict[str, int] = {}
         for path in self.processed_paths:
-            graph, heads, dropped = torch.load(path, weights_only=True)
+            graph, names, heads, dropped = torch.load(path, weights_only=True)
+            self.node_names.append(names)
             self.graphs.append(Data.from_dict(graph))
             self.heads.append(heads)
             self.dropped[graph["name"]] = dropped
@@ -291,7 +282,7 @@ class WaterNetworks(Dataset):
     def processed_file_names(self) -> list[str]:
         """A file for each network, named by what it depends on."""
         return [
-            f"{_name(path)}-{digest}-{self.num_states}-seed{self.seed}.pt"
+            f"{_name(path)}-{digest}-{self.num_states}-seed{self.seed}-v2.pt"
             for path, digest in zip(self.paths, self._digests, strict=True)
         ]
 
@@ -308,8 +299,9 @@ class WaterNetworks(Dataset):
             graph = network.graph
             if self.pre_transform is not None:
                 graph = self.pre_transform(graph)
+            names = [network.names[i] for i in network.kept]
             with atomic_path(out) as part:
-                torch.save((graph.to_dict(), heads, dropped), part)
+                torch.save((graph.to_dict(), names, heads, dropped), part)
 
     def len(self) -> int:
         """The number of states of all networks."""
@@ -454,6 +446,7 @@ def _graph(
         node_type=types,
         pos=pos if pos.any() else pos * torch.nan,
         num_nodes=len(nodes),
+        flow_power=FLOW_POWER[formula],
         name=title,
     )
 
@@ -462,11 +455,11 @@ def _describe(link: Any, formula: str) -> list[float]:
     """Conductance, length, diameter, whether pipe, pump or valve, and direction."""
     kind = link.link_type
     diameter = getattr(link, "diameter", UNITS[2])
-    one_hot = [float(kind == name) for name in ("Pipe", "Pump", "Valve")]
+    kinds = [float(kind == name) for name in ("Pipe", "Pump", "Valve")]
     if kind != "Pipe":
-        return [*UNITS[:2], diameter or UNITS[2], *one_hot, 1.0]
+        return [*UNITS[:2], diameter or UNITS[2], *kinds, 1.0]
     flow = _flow(formula, link.length, diameter, link.roughness)
-    return [flow, link.length, diameter, *one_hot, float(link.check_valve)]
+    return [flow, link.length, diameter, *kinds, float(link.check_valve)]
 
 
 def _flow(formula: str, length: float, diameter: float, roughness: float) -> float:

@@ -28,12 +28,26 @@ def small(tmp_path, network="Net3"):
 
 
 def test_no_network_is_on_two_sides():
-    for train, val, test in compared.SPLITS.values():
-        names = (*train, *val, *test)
+    for train, tests in compared.SPLITS.values():
+        names = [*train, *(name for names in tests.values() for name in names)]
         assert len(names) == len(set(names))
-    train, val, test = compared.SPLITS["default"]
-    assert (len(train), len(val), len(test)) == (9, 2, 6)
+    train, tests = compared.SPLITS["default"]
+    assert (len(train), len(tests)) == (9, 7)
     assert not any(name.startswith("ky") for name in compared.FOREIGN)
+
+
+def test_no_state_is_on_two_sides(tmp_path):
+    argv = ["--smoke", "--out", str(tmp_path / "out")]
+    data = compared.get_datasets(
+        compared.get_args([*argv, "--processed-root", str(tmp_path)])
+    )
+    assert list(data) == ["train", "val", "known", "Net2"]
+    sides = [data["train"].graphs, data["val"], data["known"]]
+    heads = [x for side in sides for x in side.heads[0].T]
+    assert len(torch.stack(heads).unique(dim=0)) == 8 + 2 + 2
+    anew, fixed = ([x[0].sensor_mask for _ in range(9)] for x in sides[:2])
+    assert len(torch.stack(anew).unique(dim=0)) > 1
+    assert len(torch.stack(fixed).unique(dim=0)) == 1
 
 
 def test_graphs_count_alike_in_the_errors(tmp_path):
@@ -77,9 +91,9 @@ def test_the_best_in_the_search_is_trained_with_seeds(tmp_path, monkeypatch):
 
 def test_arms_come_in_any_order(call, tmp_path, capsys):
     first = call("--arms", "mlp")
-    assert list(first["rows"]) == ["mean", "harmonic", "mlp"]
+    assert list(first["rows"]) == ["mean", "harmonic", "least-squares", "mlp"]
     both = call("--arms", "chebyshev", "--resume")
-    assert list(both["rows"]) == ["mean", "harmonic", "mlp", "chebyshev"]
+    assert list(both["rows"]) == [*first["rows"], "chebyshev"]
     assert both["rows"]["mlp"] == first["rows"]["mlp"]
     row = both["rows"]["mlp"]
     assert (row["seeds"], row["steps"]) == (1, 2)
@@ -109,7 +123,7 @@ def test_a_long_run(call, capsys):
     call("--status", "--long")
     assert capsys.readouterr().out.count("/long") == len(compared.ARMS)
     rows = call("--arms", "mlp", "--resume", "--long")["rows"]
-    assert list(rows) == ["mean", "harmonic", "mlp", "mlp-long"]
+    assert list(rows) == ["mean", "harmonic", "least-squares", "mlp", "mlp-long"]
     assert rows["mlp"] == first["mlp"]
     assert rows["mlp-long"]["steps"] == 6 * first["mlp"]["steps"]
     assert rows["mlp-long"]["val_mae"] != first["mlp"]["val_mae"]

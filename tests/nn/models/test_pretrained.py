@@ -10,10 +10,8 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
-from pyg_chimera.datasets import SampleSensors, WaterNetworks
 from pyg_chimera.nn import GraphModel, RandomWalkEncoder
 from pyg_chimera.nn.models._pretrained import build
-from pyg_chimera.transforms import AddEliminationOrder
 
 ROOT = Path(__file__).parents[3]
 C = 8
@@ -235,22 +233,3 @@ def test_configuration_can_be_read(saved):
     assert config["arguments"]["in_channels"] == [3, 5]
     assert config["arguments"]["layers"]["mixer"]["reach"] == [2, 9]
     assert config["arguments"]["decoder"] == "dot"  # defaults too, which may change
-
-
-WATER = ROOT / "docs" / "weights" / "water_networks"
-
-
-def test_the_weights_for_water_networks(tmp_path):
-    pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
-    states = WaterNetworks(  # others than in training, of one of its networks
-        str(tmp_path), ["ky4"], 5, SampleSensors(0.05, seed=0), seed=1,
-        pre_transform=AddEliminationOrder(),
-    )  # fmt: skip
-    model, found = GraphModel.from_pretrained(WATER), []
-    for data in states:
-        guess = data.start + data.spread * model(**model.inputs(data))[:, 0]
-        heads = data.sensor_mean + data.sensor_scale * torch.stack([guess, data.start])
-        found.append((heads - data.y).abs()[:, data.target_mask].mean(dim=1))
-    error, interpolation = torch.stack(found).mean(dim=0)
-    assert error < 0.7 * interpolation  # 0.40 and 0.78 m
-    assert sum(path.stat().st_size for path in WATER.iterdir()) < 1e6
