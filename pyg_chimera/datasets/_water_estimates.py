@@ -25,12 +25,12 @@ differences of heads, weights are the ratios of both at the heads found before.
 """
 
 import torch
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.utils import one_hot, scatter, to_scipy_sparse_matrix
+from torch_geometric.utils import one_hot, scatter
 
 from pyg_chimera.ops import solve
+from pyg_chimera.ops.structure import connected_components
 
 #: What is lost at each step, so that parts without sensors have a solution.
 LEAK = 1e-12
@@ -57,8 +57,7 @@ def _is_pipe(data: Data) -> Tensor:
 def in_zone(data: Data) -> Tensor:
     """Which nodes pipes connect with a sensor."""
     pipes = data.edge_index[:, _is_pipe(data)]
-    adjacency = to_scipy_sparse_matrix(pipes, num_nodes=data.num_nodes)
-    zone = torch.from_numpy(connected_components(adjacency)[1])
+    zone = connected_components(pipes, data.num_nodes)
     return torch.isin(zone, zone[data.sensor_mask])
 
 

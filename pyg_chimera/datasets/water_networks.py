@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch_geometric.data import Data, Dataset
 from torch_geometric.transforms import BaseTransform
@@ -25,6 +23,7 @@ from pyg_chimera.datasets._common import atomic_path, no_bars
 from pyg_chimera.datasets._water_estimates import estimate, in_zone, interpolate
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_integer, check_number
+from pyg_chimera.ops.structure import connected_components
 
 __all__ = ["SampleSensors", "WaterNetworks"]
 
@@ -407,8 +406,7 @@ def _graph(
     ends = np.array(
         [(index[x.start_node_name], index[x.end_node_name]) for x in links], int
     ).reshape(-1, 2)
-    adjacency = coo_array((np.ones(len(ends)), ends.T), (len(names), len(names)))
-    _, part = connected_components(adjacency, directed=False)
+    part = as_array(connected_components(torch.from_numpy(ends.T), len(names)))
     supplied = np.isin(part, part[node_type > 0])
     if not (supplied & (node_type == 0)).any():
         raise ValueError(
