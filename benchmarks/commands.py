@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LONG = {
     "long-range.json": "days, for all tasks; ten minutes for each arm and rate of one",
     "peptides-func.json": "20 minutes for each of four models, and an hour for two",
-    "temporal-cpu.json": "an hour, with the next file",
     "tudataset-proteins.json": "an hour and three quarters",
 }
 
