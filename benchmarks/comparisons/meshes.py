@@ -606,7 +606,7 @@ def build_model(
             return Processor(channels, hidden)
         if arm == "graph-unet":
             return GraphUNet(channels, hidden, channels, option)
-        return build_layer(norm, arm, option, channels, hidden, REACH_NODES)
+        return build_layer(norm, arm, option, channels, hidden, reach_nodes=REACH_NODES)
 
     walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(

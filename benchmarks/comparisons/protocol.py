@@ -115,12 +115,12 @@ def build_layer(
     option: Any,
     channels: int,
     hidden: int,
-    reach_nodes: int | None = None,
+    **ours: Any,
 ) -> Module:
     """A layer of the arms that studies share: ``chimera`` (its option is the input
-    gate; ``reach_nodes`` is for it alone), ``gated-gcn``, ``gps``, ``gat`` and ``mlp``.
-    All but the last two have features of edges as wide as those of nodes. ``norm`` is
-    not for ``mlp``.
+    gate; ``ours`` are other options of it), ``gated-gcn``, ``gps``, ``gat`` and
+    ``mlp``. All but the last two have features of edges as wide as those of nodes.
+    ``norm`` is not for ``mlp``.
     """
     if arm == "mlp":
         return Alone(channels, hidden)
@@ -129,7 +129,7 @@ def build_layer(
     if arm == "chimera":
         mixer = ChimeraConv(
             channels, heads=4, state_channels=16, edge_dim=channels, reach=(4, 256),
-            input_gate=option, reach_nodes=reach_nodes,
+            input_gate=option, **ours,
         )  # fmt: skip
     elif arm == "gps":
         mixer = SelfAttention(channels, 4)

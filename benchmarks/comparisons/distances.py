@@ -1,0 +1,149 @@
+r"""Compares models on distances of up to 40 hops: the synthetic tasks of ECHO.
+
+How far is each node from a source (``sssp``), and from the farthest node
+(``eccentricity``), and how far are the farthest two nodes apart (``diameter``)? Graphs
+are paths, ladders, grids with holes and trees, of six families, 10,080 in all, made by
+``echo_graphs`` of ``benchmarks/long_range_data``, which says how they differ from those
+of the benchmark (arXiv 2512.17762)::
+
+    python benchmarks/comparisons/distances.py                     # hours
+    python benchmarks/comparisons/distances.py --task eccentricity
+    python benchmarks/comparisons/distances.py --resume --arms chimera gps
+
+Arms, with the option that each searches (see ``protocol.py``):
+
+* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network;
+  logarithms of sums, which decay with distance
+* ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
+* ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
+* ``gat``: residual blocks of GAT; depth
+* ``mlp``: a network of each node alone; depth
+
+Beside them is the median of the distances in training. ``mae`` is the mean absolute
+error in hops, of all nodes or graphs.
+"""
+
+import sys
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import Task, main, make_parser
+from protocol import RATES, SHARED_ARMS, DrawnGraphs, Rows, Study, build_layer
+from torch import Tensor
+from torch.nn import Module
+from torch_geometric.data import Data
+from torch_geometric.transforms import AddRandomWalkPE, Compose
+from torchmetrics import MeanAbsoluteError
+
+from pyg_chimera.nn import GraphModel, RandomWalkEncoder
+from pyg_chimera.transforms import AddEliminationOrder
+
+sys.path.append(str(Path(__file__).parents[1]))
+from long_range_data import HOPS, echo_graphs
+
+ARMS = SHARED_ARMS | {"chimera": ("log_sums", (0, 2))}
+TASKS = ("sssp", "eccentricity", "diameter")
+WALK = 16
+#: An epoch is `length` graphs, drawn from those to train on, 80 % of `graphs`.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": dict(
+        graphs=10_080, length=2000, minutes=10.0, seeds=3, channels=64, epochs=None,
+        batch_size=32, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=1,
+        optimizer="AdamW", weight_decay=0.01,
+    ),
+    "smoke": dict(
+        graphs=18, length=8, minutes=None, seeds=1, channels=16, epochs=1,
+        batch_size=4, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=0.5,
+        optimizer="AdamW", weight_decay=0.01,
+    ),
+}  # fmt: skip
+
+
+def prepare(data: Data) -> Data:
+    """A graph as models read it: all edges are alike."""
+    data.edge_attr = torch.ones(data.num_edges, 1)
+    return PREPARE(data)
+
+
+PREPARE = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
+
+
+def get_datasets(args: Namespace) -> dict[str, Any]:
+    """Graphs to train on, to select by and to test on."""
+    data: dict[str, Any] = {
+        split: [prepare(x) for x in echo_graphs(args.task, split, args.graphs)]
+        for split in ("train", "val", "test")
+    }
+    return data | {"train": DrawnGraphs(data["train"], args.length)}
+
+
+def get_task() -> Task:
+    """The error in hops; the loss is that of outputs."""
+    return Task(
+        lambda out, batch: F.l1_loss(out, batch.y),
+        {"mae": MeanAbsoluteError()},
+        lambda out, batch: {"mae": (HOPS * out, HOPS * batch.y)},
+        mode="min",
+    )
+
+
+def untrained(data: dict[str, Any]) -> Rows:
+    """The row of the median."""
+
+    def hops(graphs: list[Data]) -> Tensor:
+        return HOPS * torch.cat([graph.y for graph in graphs])
+
+    median = hops(data["train"].graphs).median()
+    names = [name for name in data if name != "train"]
+    found = {f"{x}_mae": float((hops(data[x]) - median).abs().mean()) for x in names}
+    return {"median": found}
+
+
+def build_model(
+    task: str, norm: str, arm: str, option: Any, channels: int, hidden: int
+) -> GraphModel:
+    """A model of a width, with feed-forward networks of another."""
+    ours = arm == "chimera"
+
+    def layer(_: int) -> Module:
+        if ours:
+            return build_layer(norm, arm, "free", channels, hidden, log_sums=option)
+        return build_layer(norm, arm, option, channels, hidden)
+
+    walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
+    return GraphModel(
+        2 if task == "sssp" else 1,
+        channels,
+        1,
+        layer,
+        option if ARMS[arm][0] == "depth" else 3,
+        edge_dim=None if arm == "mlp" else 1,
+        head="graph" if task == "diameter" else "node",
+        norm=norm,
+        structure={"rank": "elimination_rank"} if ours else None,
+        encodings=walks if option == "random-walk" else None,
+    )
+
+
+def get_study(task: str) -> Study:
+    """The comparison on a task."""
+    return Study(ARMS, partial(build_model, task), get_task, get_datasets, untrained)
+
+
+def get_args(argv: list[str] | None = None) -> Namespace:
+    """The command line, completed by a recipe."""
+    parser = make_parser(__doc__, ["default"], root="")
+    add = parser.add_argument_group("task").add_argument
+    add("--task", choices=TASKS, default="sssp", help="default: sssp")
+    args = get_study("sssp").parse(parser, argv, PRESETS)
+    args.out = args.out or Path("runs", "distances", args.task, args.preset)
+    return args
+
+
+if __name__ == "__main__":
+    args = get_args()
+    sys.exit(main(get_study(args.task).run, args))
