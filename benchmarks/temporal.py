@@ -5,20 +5,20 @@ arxiv.org/abs/2303.13047), so that its figures may stand beside these: a tenth o
 nodes is not in training, and the average precision is the mean of those of batches, of
 200 messages and as many pairs that did not write then. These are
 
-* ``random``: the sender, and anyone who is ever written to, as in training and
-  validation;
+* ``random``: the sender, and anyone who is ever written to, as in validation, and in
+  training, whose recipients they are there;
 * ``historical``: linked before the batch, and not in its time;
 * ``inductive``: likewise, but for the first time after validation.
 
 If there are too few of these, others are any. Ratings are those of the example::
 
-    python benchmarks/temporal.py --root PATH           # twenty minutes
+    python benchmarks/temporal.py --root PATH           # a quarter of an hour
     python benchmarks/temporal.py --smoke
 
 Beside the model are lookups. EdgeBank says whether a link was there before: at any
 time, in the last 15 % of the past, or in as much time as passes before a link is
 repeated, on average (links that are not repeated count as 0). Of ratings, it is the
-mean of those that a node had.
+mean of those that a node had, in the order of the file.
 
 Seconds are of the processor, on one thread, for all epochs, and for tests of every
 tenth. The validation part chooses the epoch.
@@ -196,7 +196,7 @@ def measure(args: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """A table of means over seeds, with their standard deviations."""
+    """A table of means over seeds, with standard deviations, as DyGLib's of samples."""
     names = ("val", "test", *KINDS, "seconds")
     lines = [f"| task | model | seeds | {' | '.join(names)} |", f"|{' --- |' * 9}"]
     for key in dict.fromkeys((x["task"], x["arm"]) for x in rows):
@@ -204,8 +204,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         cells = [*key, str(len(found))]
         for name in names:
             values = [abs(x[name]) for x in found if name in x]
-            text = f"{np.mean(values):.4f} ± {np.std(values):.4f}" if values else ""
-            cells.append(text)
+            spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+            cells.append(f"{np.mean(values):.4f} ± {spread:.4f}" if values else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -222,7 +222,9 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": machine("cpu"), "temporal": []}
     for row in measure(args):
-        results["temporal"].append(row)
+        results["temporal"].append(
+            {x: round(y, 4) if isinstance(y, float) else y for x, y in row.items()}
+        )
         write_json(out, results)
     show("")
     print(f"{markdown(results['temporal'])}\n\nWritten: {out}")

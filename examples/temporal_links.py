@@ -1,6 +1,6 @@
 """Predicts links and ratings in a stream of events, from the states of its nodes.
 
-Messages (CollegeMsg, 59,835 among students): were they sent, or are they to anyone?
+Messages (CollegeMsg, 59,835 among students): which were sent, and which are made up?
 Ratings: how will a user of Bitcoin OTC rate another? The first 70 % are to train, 15 %
 to choose the epoch, and 15 % to test; a model knows all that was before::
 

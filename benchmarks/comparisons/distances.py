@@ -13,7 +13,7 @@ of the benchmark (arXiv 2512.17762)::
 Arms, with the option that each searches (see ``protocol.py``):
 
 * ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network;
-  logarithms of sums, which decay with distance
+  logarithms of sums that decay with distance
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT; depth
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import Task, main, make_parser
+from long_range_data import HOPS, echo_graphs
 from protocol import RATES, SHARED_ARMS, DrawnGraphs, Rows, Study, build_layer
 from torch import Tensor
 from torch.nn import Module
@@ -41,9 +42,6 @@ from torchmetrics import MeanAbsoluteError
 
 from pyg_chimera.nn import GraphModel, RandomWalkEncoder
 from pyg_chimera.transforms import AddEliminationOrder
-
-sys.path.append(str(Path(__file__).parents[1]))
-from long_range_data import HOPS, echo_graphs
 
 ARMS = SHARED_ARMS | {"chimera": ("log_sums", (0, 2))}
 TASKS = ("sssp", "eccentricity", "diameter")

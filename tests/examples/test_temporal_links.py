@@ -1,4 +1,4 @@
-"""Links in streams of events: negatives by hand, and what is learnt."""
+"""Links in streams of events: queries by hand, and what is learnt."""
 
 from argparse import Namespace
 

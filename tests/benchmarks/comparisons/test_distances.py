@@ -21,7 +21,7 @@ def largest(data):
 
 
 @pytest.mark.parametrize("task", compared.TASKS)
-def test_data_and_errors(smoke, task):
+def test_data_and_errors(task):
     args = compared.get_args(["--smoke", "--task", task, "--out", "unused"])
     data = compared.get_datasets(args)
     batch = Batch.from_data_list(data["test"])
@@ -60,9 +60,12 @@ def call(smoke):
     return partial(smoke, compared.get_args, run)
 
 
-def test_chimera_searches_logarithms_of_sums(call):
-    rows = call("--arms", "chimera", "--task", "diameter")["rows"]
-    assert rows["chimera"]["log_sums"] in (0, 2)
+@pytest.mark.parametrize("task", compared.TASKS)
+def test_chimera_searches_logarithms_of_sums(call, tmp_path, task):
+    rows = call("--arms", "chimera", "--task", task)["rows"]
+    assert rows["chimera"]["seeds"] == 1
+    for option in (0, 2):
+        assert list(tmp_path.glob(f"out/chimera/search-log_sums-{option}-*"))
     models = [
         compared.build_model("sssp", "layer_norm", "chimera", option, 16, 32)
         for option in (0, 2)
