@@ -51,6 +51,12 @@ MEMORIES = ("any time", "last 15 %", "repeated")
 BATCH = 200
 
 
+def parts(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The events to validate and to test, as in the example."""
+    val, test = int(0.7 * size), int(0.85 * size)
+    return np.arange(val, test), np.arange(test, size)
+
+
 class Links:
     """Messages by number, in parts, and pairs that did not write."""
 
@@ -58,13 +64,13 @@ class Links:
         self.events, self.base = events, events.num_nodes
         self.src, self.dst, self.t = (events[x].numpy() for x in ("src", "dst", "t"))
         self.pair = self.code(self.src, self.dst)
-        ends = [int(share * len(events)) for share in (0.7, 0.85, 1.0)]
-        self.val, self.test = np.arange(*ends[:2]), np.arange(*ends[1:])
+        self.val, self.test = parts(len(events))
+        begin = self.val[0]
         # Nodes that are new later: DyGLib's draw, from a set, is another one.
-        late = np.unique([self.src[ends[0] :], self.dst[ends[0] :]])
+        late = np.unique([self.src[begin:], self.dst[begin:]])
         new = np.random.default_rng(2020).permutation(late)[: self.base // 10]
         has_new = np.isin(self.src, new) | np.isin(self.dst, new)
-        self.train = np.flatnonzero(~has_new[: ends[0]])
+        self.train = np.flatnonzero(~has_new[:begin])
 
     def code(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
         """One number for each pair."""
@@ -116,8 +122,8 @@ def batches(which: np.ndarray) -> Iterator[np.ndarray]:
 
 def precision(right: np.ndarray, wrong: np.ndarray) -> float:
     """The mean of batches."""
-    parts = zip(batches(right), batches(wrong), strict=True)
-    outs = [torch.from_numpy(np.stack(part)).float() for part in parts]
+    pairs = zip(batches(right), batches(wrong), strict=True)
+    outs = [torch.from_numpy(np.stack(pair)).float() for pair in pairs]
     y = torch.tensor([1.0, 0.0])[:, None]
     found = [score("messages", x.flatten(), y.expand_as(x).flatten()) for x in outs]
     return float(np.mean(found))
@@ -132,10 +138,10 @@ def train_links(args: Namespace, links: Links) -> dict[str, float]:
         anyone = sinks[torch.randint(len(sinks), number.shape)]
         return ask(past, number, torch.stack([past.src, anyone]))
 
-    parts = {"val": (links.val, "random", 0)}
-    parts |= {kind: (links.test, kind, 2) for kind in KINDS}
+    asked = {"val": (links.val, "random", 0)}
+    asked |= {kind: (links.test, kind, 2) for kind in KINDS}
     held_out = {}
-    for name, (which, kind, seed) in parts.items():
+    for name, (which, kind, seed) in asked.items():
         wrong = links.ends(links.others(which, kind, seed))
         held_out[name] = ask(links.events, torch.from_numpy(which), wrong)
 
@@ -168,10 +174,9 @@ def look_up_ratings(events: TemporalData) -> dict[str, float]:
     for v, rating in zip(events.dst.tolist(), events.msg[:, 0].tolist(), strict=True):
         out.append(float(np.mean(before[v] or [0.0])))
         before[v].append(rating)
-    ends = [int(share * len(events)) for share in (0.7, 0.85, 1.0)]
-    parts = {"val": slice(*ends[:2]), "test": slice(*ends[1:])}
-    y = events.msg[:, 0]
-    return {x: score("ratings", torch.tensor(out)[i], y[i]) for x, i in parts.items()}
+    out, y = torch.tensor(out), events.msg[:, 0]
+    named = zip(("val", "test"), parts(len(events)), strict=True)
+    return {name: score("ratings", out[which], y[which]) for name, which in named}
 
 
 def measure(args: Namespace) -> Iterator[dict[str, Any]]:

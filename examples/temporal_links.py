@@ -53,10 +53,11 @@ def load(task: str, root: str, smoke: bool = False) -> TemporalData:
 def ask(events: TemporalData, which: Tensor, wrong: Tensor | None) -> Data:
     """The DAG of events, queries about some and `wrong` pairs, and the answers."""
     src, dst, t = (events[key][which] for key in ("src", "dst", "t"))
-    y = torch.ones(len(which)) if wrong is not None else events.msg[which, 0]
-    if wrong is not None:
+    if wrong is None:
+        y = events.msg[which, 0]
+    else:
         (src, dst), t = torch.cat([torch.stack([src, dst]), wrong], 1), t.repeat(2)
-        y = torch.cat([y, 0 * y])
+        y = (torch.arange(len(t)) < len(which)).float()
     queries = TemporalData(src=src, dst=dst, t=t)
     return EventsToDAG()(events, queries).update({"y": y})
 

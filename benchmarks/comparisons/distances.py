@@ -61,13 +61,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+PREPARE = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
+
+
 def prepare(data: Data) -> Data:
     """A graph as models read it: all edges are alike."""
     data.edge_attr = torch.ones(data.num_edges, 1)
     return PREPARE(data)
-
-
-PREPARE = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
 
 
 def get_datasets(args: Namespace) -> dict[str, Any]:
