@@ -23,6 +23,8 @@ from tqdm import tqdm
 
 from pyg_chimera.ops.common import coefficients
 from pyg_chimera.ops.common.operator import OPERATORS
+from pyg_chimera.ops.common.simd import vector_lanes
+from pyg_chimera.ops.recurrence.choose import NEAR_BYTES
 
 __all__ = ["main"]
 
@@ -96,6 +98,8 @@ _MOLECULES, _SMALL = _trees(64, 24), _trees(300, 7)
 
 def _calls() -> Iterator[Call]:
     """At least two sizes for each algorithm."""
+    numbers, _ = vector_lanes(np.dtype("f4"))
+    far = NEAR_BYTES // (4 * numbers) + 616  # more than the cache holds
     for width, (solver, form), graph in (
         *product(_WIDTHS, [("sparse", "state"), ("sparse", "mask"), ("dense", "mask")],
                  (_MOLECULES, _SMALL, _lattice(15))),
@@ -105,7 +109,7 @@ def _calls() -> Iterator[Call]:
                  (_paths(1, 3000), _paths(100, 20), _paths(20, 100))),
         *product(_WIDTHS, [("iterative", "state")],
                  (_scattered(2000, 8), _scattered(300, 4), _lattice(40))),
-        *product(_WIDTHS[:2], [("iterative", "state")], (_scattered(17_000, 4),)),
+        *product(_WIDTHS[:2], [("iterative", "state")], (_scattered(far, 4),)),
     ):  # fmt: skip
         inputs = _mix(_both_ways(graph), *width)
         yield "resolvent_mix", {**inputs, "solver": solver, "form": form}

@@ -11,6 +11,7 @@ from pyg_chimera import calibrate
 from pyg_chimera.ops import dag_scan, explain
 from pyg_chimera.ops.common import coefficients, predicted_time
 from pyg_chimera.ops.common.coefficients import COMMITTED, STEPS, calibration
+from pyg_chimera.ops.recurrence import choose
 
 
 @pytest.fixture
@@ -161,7 +162,13 @@ def test_what_calls_do_not_determine_is_scaled_with_the_rest():
     assert ratios[:2] == pytest.approx([1, 4], rel=0.1)
 
 
-def test_calls_take_all_steps_twice_or_more():
+@pytest.mark.parametrize("vector", [16, 32, 64])
+def test_calls_take_all_steps_twice_or_more(vector, monkeypatch):
+    """On processors with vectors of so many bytes."""
+    for module in (calibrate, choose):
+        monkeypatch.setattr(
+            module, "vector_lanes", lambda x: (vector // x.itemsize, vector)
+        )
     counted = {name: 0 for name in STEPS}
     algorithms = set()
     for call in calibrate._calls():

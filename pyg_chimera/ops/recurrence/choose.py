@@ -34,6 +34,8 @@ from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 #: Bytes of resolvents that the mask form may hold if the form is not prescribed.
 _MAX_MASK_BYTES = 1 << 30
+#: States of one vector of all nodes that are read from the cache in an iteration.
+NEAR_BYTES = 1 << 20
 #: An iteration is considered only if all other solvers take at least so many seconds.
 _WORTH_WHILE = 0.02
 #: An optimistic guess of how many sweeps an iteration takes.
@@ -160,7 +162,7 @@ def _sweeps(x: Size) -> Work:
     swept = (3.0 * x.sweeps + 1) * x.structure.num_edges
     swept += (6.0 * x.sweeps + 20) * total.nodes
     states = total.largest * vector
-    is_near = states * x.dtype.itemsize < 1 << 20
+    is_near = states * x.dtype.itemsize < NEAR_BYTES
     kept = x.sweeps * _is_finite_sum(x.call)
     steps = {"iteration: near" if is_near else "iteration: far": swept * lanes}
     return _resolvent(x, total, x.threads * (4 + kept) * states, **steps)

@@ -638,9 +638,9 @@ def test_batches_and_edge_features_are_not_mixed_up(case: Case):
 @pytest.mark.parametrize("make", [nn.ChimeraDAGConv, nn.RGLRUConv])
 def test_ranks_are_those_of_the_edges_as_given(make):
     """Also where a layer runs against them."""
-    conv = make(CHANNELS, flow="target_to_source").eval()
+    conv = make(CHANNELS, flow="target_to_source").double().eval()
     index, rank = torch.tensor([[0, 2, 2], [1, 1, 3]]), torch.tensor([1, 2, 0, 5])
-    x = torch.randn(4, CHANNELS)
+    x = torch.randn(4, CHANNELS, dtype=torch.double)
     assert_near(conv(x, index, rank=rank), conv(x, index))
     with pytest.raises(ValueError, match="'rank' must grow along every edge"):
         conv(x, index, rank=rank.flip(0))
