@@ -15,7 +15,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 #: What takes about an hour or longer, on one core.
 LONG = {
-    "long-range.json": "days, for all tasks; ten minutes for each arm and rate of one",
     "peptides-func.json": "20 minutes for each of four models, and an hour for two",
     "tudataset-proteins.json": "an hour and three quarters",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import limit_memory, machine, show
+from timing import machine, show
 from torch import Tensor
 from torch.nn import Module
 
@@ -41,14 +41,10 @@ def fit(
     seconds: float,
     warm_up: float,
     clip: float,
-    pauses: int = 0,
-    pause: Callable[[int, float], None] | None = None,
 ) -> dict[str, Any]:
     """Trains for seconds of processor time, by AdamW with warm-up and cosine decay.
 
-    The clock stands still while others use the core, and so many times in the course of
-    training, the last at its end, during `pause(steps, seconds)`. Stops if the loss is
-    not finite.
+    The clock stands still while others use the core. Stops if the loss is not finite.
     """
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -60,7 +56,7 @@ def fit(
         return float(loss.detach())
 
     step(first)  # loads compiled code, which is not training
-    steps, done, loss, taken = 0, 0.0, 0.0, 0
+    steps, done, loss = 0, 0.0, 0.0
     wall, start = time.perf_counter(), time.process_time()
     batches = iter(epoch())
     while done < 1 and isfinite(loss):
@@ -75,26 +71,17 @@ def fit(
         optimizer.step()
         steps += 1
         done = (time.process_time() - start) / seconds
-        if pause is not None and int(min(done, 1) * pauses) > taken:
-            taken = int(min(done, 1) * pauses)
-            stopped = time.process_time()
-            pause(steps, stopped - start)
-            model.train()
-            start += time.process_time() - stopped
     wall = time.perf_counter() - wall
     return {"steps": steps, "wall_seconds": wall, "loss": loss}
 
 
 def trained(
-    train: Callable[[Any], dict[str, Any]],
-    runs: list[Any],
-    jobs: int,
-    memory: float | None = None,
+    train: Callable[[Any], dict[str, Any]], runs: list[Any], jobs: int
 ) -> Iterator[dict[str, Any]]:
-    """The results of runs, as they are completed, in so many processes of one thread,
-    each of which may take `memory` GiB; without a limit, one job is run in this one.
+    """The results of runs, as they are completed, in so many processes of one thread;
+    one job is run in this one.
     """
-    if jobs == 1 and memory is None:
+    if jobs == 1:
         for number, run in enumerate(runs, start=1):
             name = ", ".join(str(x) for x in run[:3])
             show(f"{name} ({number} of {len(runs)})")
@@ -103,7 +90,7 @@ def trained(
     if not runs:
         return
     context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start, (memory,)) as pool:
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
         futures = [pool.submit(train, run) for run in runs]
         try:
             for number, future in enumerate(as_completed(futures), start=1):
@@ -111,12 +98,6 @@ def trained(
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _start(memory: float | None) -> None:
-    torch.set_num_threads(1)
-    if memory is not None:
-        limit_memory(int(memory * 2**30))
 
 
 # Results -----------------------------------------------------------------------------

@@ -99,7 +99,7 @@ _MOLECULES, _SMALL = _trees(64, 24), _trees(300, 7)
 def _calls() -> Iterator[Call]:
     """At least two sizes for each algorithm."""
     numbers, _ = vector_lanes(np.dtype("f4"))
-    far = NEAR_BYTES // (4 * numbers) + 616  # more than the cache holds
+    far = NEAR_BYTES // (4 * numbers) + 600  # a few more than the cache holds
     for width, (solver, form), graph in (
         *product(_WIDTHS, [("sparse", "state"), ("sparse", "mask"), ("dense", "mask")],
                  (_MOLECULES, _SMALL, _lattice(15))),

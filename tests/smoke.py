@@ -91,6 +91,7 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
         "power_grids",
         "rna",
         "distances",
+        "roads",
     ],
 )
 def test_comparison(shell, tmp_path, name):
@@ -276,23 +277,6 @@ def test_learning(benchmark, tmp_path):
     assert len({x["task"] for x in runs}) == 8
     assert all(x["steps"] > 0 and 0 <= x["score"] <= 1 for x in runs)
     assert is_picture(tmp_path / "smoke.png")
-
-
-def test_long_range(benchmark, tmp_path):
-    """All models, on all tasks whose data are at hand."""
-    results, printed = benchmark("long_range")
-    runs = results["runs"]
-    tasks, arms = ({x[key] for x in runs} for key in ("task", "arm"))
-    assert {"sssp", "eccentricity", "diameter", "ising"} <= tasks
-    assert len(runs) == len(tasks) * len(arms) == 17 * len(tasks)
-    assert all(x["steps"] > 0 and math.isfinite(x["validation"]) for x in runs)
-    assert len(tasks) + len(re.findall("skipped, as there is no", printed)) == 9
-    assert is_picture(tmp_path / "smoke-size.png")
-
-
-def test_long_range_bounds(shell, tmp_path):
-    printed = shell("benchmarks/long_range_bounds.py", "--cache", tmp_path)
-    assert "the median of training: " in printed
 
 
 def test_crossovers(benchmark):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pyg_chimera"
 HEAVY = {
     *("lightning", "lightning_fabric", "matplotlib", "ogb", "pandas", "rdkit"),
-    *("networkx", "pymetis", "pytorch_lightning", "skimage", "wntr", "yacs"),
+    *("networkx", "pymetis", "pytorch_lightning", "wntr", "yacs"),
     *("sklearn", "torch_scatter", "torch_sparse", "torchmetrics"),
 }
 

@@ -18,7 +18,7 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.
 #: Run in a checkout: what they need, and why.
 IN_A_CHECKOUT = {
     "docs/meshes.md": ("matplotlib", "needs the extra 'examples'"),
-    "docs/power.md": ("skimage", "needs the extra 'examples'"),
+    "docs/power.md": None,
     "docs/water.md": ("wntr", "reads networks: the extra 'water'"),
 }
 #: Run when the documentation is built, and not here.
@@ -52,8 +52,8 @@ def blocks(page: str, language: str = "python") -> list[str]:
 def test_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     if page in IN_A_CHECKOUT:
-        module, reason = IN_A_CHECKOUT[page]
-        pytest.importorskip(module, reason=reason)
+        if extra := IN_A_CHECKOUT[page]:
+            pytest.importorskip(extra[0], reason=extra[1])
         (tmp_path / "docs").symlink_to(ROOT / "docs")
         monkeypatch.syspath_prepend(str(ROOT / "benchmarks/comparisons"))
     # The blocks must run where no C++ compiler is installed, and quickly:

@@ -121,6 +121,7 @@ def build_model(
         option if ARMS[arm][0] == "depth" else 3,
         edge_dim=None if arm == "mlp" else 1,
         head="graph" if task == "diameter" else "node",
+        pool="max",  # a diameter is one
         norm=norm,
         structure={"rank": "elimination_rank"} if ours else None,
         encodings=walks if option == "random-walk" else None,

@@ -40,7 +40,7 @@ from common import (
 )
 from json_files import write_json
 from torch import Tensor
-from torch.nn import LayerNorm, Linear, Module, ReLU, Sequential
+from torch.nn import Dropout, LayerNorm, Linear, Module, ReLU, Sequential
 from torch.utils.data import Dataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
@@ -100,10 +100,10 @@ class DrawnGraphs(Dataset):
 class Alone(Module):
     """A residual feed-forward network of each node."""
 
-    def __init__(self, channels: int, hidden: int) -> None:
+    def __init__(self, channels: int, hidden: int, dropout: float) -> None:
         super().__init__()
         net = Linear(channels, hidden), ReLU(), Linear(hidden, channels)
-        self.net = Sequential(LayerNorm(channels), *net)
+        self.net = Sequential(LayerNorm(channels), *net, Dropout(dropout))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return x + self.net(x)
@@ -115,6 +115,7 @@ def build_layer(
     option: Any,
     channels: int,
     hidden: int,
+    dropout: float = 0.0,
     **ours: Any,
 ) -> Module:
     """A layer of the arms that studies share: ``chimera`` (its option is the input
@@ -123,7 +124,7 @@ def build_layer(
     ``norm`` is not for ``mlp``.
     """
     if arm == "mlp":
-        return Alone(channels, hidden)
+        return Alone(channels, hidden, dropout)
     conv: Module = GatedGCNConv(channels, channels, channels, norm=norm)
     mixer: Module | None = None
     if arm == "chimera":
@@ -136,8 +137,9 @@ def build_layer(
     elif arm == "gat":
         conv = GATConv(channels, channels // 4, heads=4, edge_dim=channels)
     return GPSLayer(
-        channels, conv, mixer, norm=norm, norm_first=True, mlp_channels=hidden
-    )
+        channels, conv, mixer, dropout=dropout, norm=norm, norm_first=True,
+        mlp_channels=hidden,
+    )  # fmt: skip
 
 
 # Runs ----------------------------------------------------------------------------

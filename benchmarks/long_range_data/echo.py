@@ -7,10 +7,10 @@ from scipy.sparse.csgraph import connected_components, shortest_path
 from torch_geometric.data import Data
 from torch_geometric.utils import from_scipy_sparse_matrix
 
-from long_range_data.kept import SPLITS, split_size
+from long_range_data.splits import SPLITS, split_size
 
 FAMILIES = ("line", "ladder", "grid", "tree", "caterpillar", "lobster")
-#: The smallest and the largest diameter, for `scale=1`, and the unit of targets.
+#: The smallest and the largest diameter, and the unit of targets.
 DIAMETERS, HOPS = (17, 40), 40
 #: How far branches may reach from the spine of a tree (`None`: no limit).
 _REACH = {"line": 0, "caterpillar": 1, "lobster": 2, "tree": None}
@@ -18,7 +18,7 @@ _REACH = {"line": 0, "caterpillar": 1, "lobster": 2, "tree": None}
 _REMOVED = 0.2
 
 
-def echo_graphs(task: str, split: str, num_graphs: int, scale: int = 1) -> list[Data]:
+def echo_graphs(task: str, split: str, num_graphs: int) -> list[Data]:
     """The synthetic tasks of ECHO (https://arxiv.org/abs/2512.17762), on graphs
     generated anew.
 
@@ -27,8 +27,7 @@ def echo_graphs(task: str, split: str, num_graphs: int, scale: int = 1) -> list[
     those of two families stay within 1 hop of a path (caterpillars) or 2 (lobsters).
     Trees are a spine, whose length is their diameter d, to which d to 3d nodes are
     added, each as the neighbour of a random node. All diameters are equally frequent,
-    except among grids. Nodes are numbered at random. With a `scale`, all lengths are
-    multiplied by it but the number of rows of grids, and targets exceed 1.
+    except among grids. Nodes are numbered at random.
 
     Families, diameters, features, targets and number of graphs are those of the
     benchmark; the sizes of trees and grids, the frequencies of diameters and the split
@@ -39,27 +38,26 @@ def echo_graphs(task: str, split: str, num_graphs: int, scale: int = 1) -> list[
             largest distance from each node to another one) or `"diameter"`.
         split: `"train"`, `"val"` or `"test"`, 80, 10 and 10 % of the graphs.
         num_graphs: Of all splits, a multiple of 6 and at least 18.
-        scale: By how much lengths are multiplied.
 
     Returns:
         Graphs with `x`, a random number and, with `"sssp"`, whether a node is the
         source; both directions of each edge; `y` [V, 1], or [1, 1] with `"diameter"`,
         in units of `HOPS`; and `family`, a position in `FAMILIES`. A graph is a
-        function of its position, the split and the scale, and the same for all tasks.
+        function of its position and the split, and the same for all tasks.
     """
     size = len(FAMILIES) * split_size(split, num_graphs // len(FAMILIES))
-    return [_graph(task, split, scale, i) for i in range(size)]
+    return [_graph(task, split, i) for i in range(size)]
 
 
-def _graph(task: str, split: str, scale: int, i: int) -> Data:
-    rng = np.random.default_rng([0, SPLITS.index(split), scale, i])
+def _graph(task: str, split: str, i: int) -> Data:
+    rng = np.random.default_rng([0, SPLITS.index(split), 1, i])  # 1: a former option
     number, family = divmod(i, len(FAMILIES))
     name = FAMILIES[family]
     low, high = DIAMETERS
     # 7 is coprime to their number: the diameters of a few graphs are spread out.
-    diameter = scale * (low + 7 * number % (high - low + 1))
+    diameter = low + 7 * number % (high - low + 1)
     if name == "grid":
-        edges = _grid(rng, diameter, scale, high * scale)
+        edges = _grid(rng, diameter)
     elif name == "ladder":
         edges = _lattice(2, diameter)
     else:
@@ -116,14 +114,12 @@ def _lattice(rows: int, columns: int) -> np.ndarray:
     return np.concatenate([right, down], axis=1)
 
 
-def _grid(
-    rng: np.random.Generator, diameter: int, scale: int, largest: int
-) -> np.ndarray:
+def _grid(rng: np.random.Generator, diameter: int) -> np.ndarray:
     """The edges of a grid's largest component after the removal of some edges."""
     while True:
         # Removal makes detours: start with a grid of a smaller diameter.
         length = round(0.85 * diameter)
-        rows = int(rng.integers(3, length // (2 * scale) + 2))
+        rows = int(rng.integers(3, length // 2 + 2))
         edges = _lattice(rows, length + 2 - rows)
         edges = edges[:, rng.random(edges.shape[1]) >= _REMOVED]
         nodes = rows * (length + 2 - rows)
@@ -136,5 +132,5 @@ def _grid(
             directed=False,
             unweighted=True,
         ).max()
-        if DIAMETERS[0] * scale <= hops <= largest:
+        if DIAMETERS[0] <= hops <= DIAMETERS[1]:
             return edges

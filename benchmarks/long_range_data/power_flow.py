@@ -13,7 +13,7 @@ from scipy.sparse.csgraph import connected_components, laplacian
 from scipy.sparse.linalg import splu
 from torch_geometric.data import Data
 
-from long_range_data.kept import SPLITS, split_size
+from long_range_data.splits import SPLITS, split_size
 
 #: Columns of MATPOWER's matrices.
 _BUS_ID, _DEMAND = 0, 2

@@ -117,9 +117,9 @@ class ChimeraConv(ChimeraBlock):
             :math:`(\mathbf{I} - \mathbf{A})^{-1} \, \text{diag}(\mathbf{s})` then sum
             to one, unless :obj:`solver` truncates: nodes read weighted means of values
             times products of keys and queries, of one scale whatever the range, and one
-            whose row is zero reads itself alone, as boundaries do. To be tried where
-            targets are potentials; where content is matched over a distance, it learns
-            less. Not for :obj:`normalization="released"`. (default: :obj:`"free"`)
+            whose row is zero reads itself alone, as boundaries do. To be tried, most of
+            all where targets are potentials. Not for :obj:`normalization="released"`.
+            (default: :obj:`"free"`, as in the paper)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
             It is divided evenly among the heads on a log scale, and the range of a head
             is the middle of its part: 8 and 32 for two heads. A range is the distance

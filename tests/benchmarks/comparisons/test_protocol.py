@@ -11,6 +11,7 @@ STUDIES = {
     "meshes": ("poisson", "convection-diffusion", "elasticity"),
     "power_grids": (),
     "rna": ("families", "degradation"),
+    "roads": (),
     "water_networks": (),
 }
 
