@@ -33,35 +33,21 @@ import torch
 import torch.nn.functional as F
 from common import Task, main, make_parser
 from long_range_data import HOPS, echo_graphs
-from protocol import RATES, SHARED_ARMS, DrawnGraphs, Rows, Study, build_layer
+from protocol import PREPARE, SHARED_ARMS, DrawnGraphs, Rows, Study, build_layer, reads
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Data
-from torch_geometric.transforms import AddRandomWalkPE, Compose
 from torchmetrics import MeanAbsoluteError
 
-from pyg_chimera.nn import GraphModel, RandomWalkEncoder
-from pyg_chimera.transforms import AddEliminationOrder
+from pyg_chimera.nn import GraphModel
 
 ARMS = SHARED_ARMS | {"chimera": ("log_sums", (0, 2))}
 TASKS = ("sssp", "eccentricity", "diameter")
-WALK = 16
 #: An epoch is `length` graphs, drawn from those to train on, 80 % of `graphs`.
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": dict(
-        graphs=10_080, length=2000, minutes=10.0, seeds=3, channels=64, epochs=None,
-        batch_size=32, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=1,
-        optimizer="AdamW", weight_decay=0.01,
-    ),
-    "smoke": dict(
-        graphs=18, length=8, minutes=None, seeds=1, channels=16, epochs=1,
-        batch_size=4, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=0.5,
-        optimizer="AdamW", weight_decay=0.01,
-    ),
+    "default": dict(graphs=10_080, length=2000, batch_size=32, norm="graph_batch_norm"),
+    "smoke": dict(graphs=18, length=8, batch_size=4, norm="graph_batch_norm"),
 }  # fmt: skip
-
-
-PREPARE = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
 
 
 def prepare(data: Data) -> Data:
@@ -112,7 +98,6 @@ def build_model(
             return build_layer(norm, arm, "free", channels, hidden, log_sums=option)
         return build_layer(norm, arm, option, channels, hidden)
 
-    walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(
         2 if task == "sssp" else 1,
         channels,
@@ -123,8 +108,7 @@ def build_model(
         head="graph" if task == "diameter" else "node",
         pool="max",  # a diameter is one
         norm=norm,
-        structure={"rank": "elimination_rank"} if ours else None,
-        encodings=walks if option == "random-walk" else None,
+        **reads(arm, option, channels),
     )
 
 

@@ -45,11 +45,12 @@ import numpy as np
 import torch
 from common import Task, main, make_parser
 from protocol import (
-    RATES,
     SHARED_ARMS,
+    WALK,
     DrawnGraphs,
     Study,
     build_layer,
+    reads,
     without_learning,
 )
 from scipy.sparse import coo_array, csr_array
@@ -66,7 +67,7 @@ from tqdm import trange
 
 from pyg_chimera import ops
 from pyg_chimera.datasets._common import save_atomically
-from pyg_chimera.nn import GraphModel, RandomWalkEncoder
+from pyg_chimera.nn import GraphModel
 from pyg_chimera.transforms import AddEliminationOrder
 
 ARMS = SHARED_ARMS | {
@@ -79,7 +80,6 @@ PROBLEMS = {
     "convection-diffusion": (1, 7, 5),
     "elasticity": (2, 8, 4),
 }
-WALK = 16
 #: About the size of the meshes to train on: ranges grow with larger ones.
 REACH_NODES = 1000
 #: Of the graphs: to be raised when they change, so that files of others are not read.
@@ -89,15 +89,11 @@ VERSION = 3
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         nodes=(500, 2000), large_nodes=20_000, train=500, held_out=50, large=10,
-        length=200, minutes=10.0, seeds=3, channels=64, epochs=None, batch_size=4,
-        norm="layer_norm", lr=RATES[0], warmup_epochs=1, optimizer="AdamW",
-        weight_decay=0.01,
+        length=200, batch_size=4, norm="layer_norm",
     ),
     "smoke": dict(
-        nodes=(60, 120), large_nodes=300, train=4, held_out=2, large=1,
-        length=4, minutes=None, seeds=1, channels=16, epochs=1, batch_size=2,
-        norm="layer_norm", lr=RATES[0], warmup_epochs=0.5, optimizer="AdamW",
-        weight_decay=0.01,
+        nodes=(60, 120), large_nodes=300, train=4, held_out=2, large=1, length=4,
+        batch_size=2, norm="layer_norm",
     ),
 }  # fmt: skip
 
@@ -608,7 +604,6 @@ def build_model(
             return GraphUNet(channels, hidden, channels, option)
         return build_layer(norm, arm, option, channels, hidden, reach_nodes=REACH_NODES)
 
-    walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(
         in_channels,
         channels,
@@ -618,8 +613,7 @@ def build_model(
         edge_dim=None if arm in ("mlp", "graph-unet") else edge_dim,
         head="node",
         norm=norm,
-        structure={"rank": "elimination_rank"} if arm == "chimera" else None,
-        encodings=walks if option == "random-walk" else None,
+        **reads(arm, option, channels),
     )
 
 

@@ -43,26 +43,24 @@ import torch
 from common import Task, main, make_parser
 from power_states import MISSES, PQ, SLACK, PowerStates, write_grid
 from protocol import (
-    RATES,
+    PREPARE,
     SHARED_ARMS,
     DrawnGraphs,
     Study,
     build_layer,
+    reads,
     without_learning,
 )
 from torch import Tensor
 from torch.nn import Linear, Module, ReLU, Sequential
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import TAGConv
-from torch_geometric.transforms import AddRandomWalkPE, Compose
 from torch_geometric.utils import scatter
 from torchmetrics import MeanMetric
 
-from pyg_chimera.nn import GPSLayer, GraphModel, RandomWalkEncoder
-from pyg_chimera.transforms import AddEliminationOrder
+from pyg_chimera.nn import GPSLayer, GraphModel
 
 ARMS = SHARED_ARMS | {"hops": ("K", (4, 16))}
-WALK = 16
 FRENCH = ("1888rte", "1951rte", "2848rte", "2868rte")
 #: By these, models were also chosen; the others were not tested before.
 SEEN = ("ACTIVSg500", "ACTIVSg2000", "ACTIVSg10k", "9241pegase", "6515rte")
@@ -76,14 +74,11 @@ SPLITS = {
 #: of each grid.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
-        parts=100, states=4, length=240, held_out=20, minutes=10.0, seeds=3,
-        channels=32, epochs=None, batch_size=8, lr=RATES[0], warmup_epochs=1,
-        optimizer="AdamW", weight_decay=0.01, norm="layer_norm",
+        parts=100, states=4, length=240, held_out=20, channels=32, batch_size=8,
+        norm="layer_norm",
     ),
     "smoke": dict(
-        parts=4, states=2, length=8, held_out=2, minutes=None, seeds=1, channels=16,
-        epochs=1, batch_size=4, lr=RATES[0], warmup_epochs=0.5,
-        optimizer="AdamW", weight_decay=0.01, norm="layer_norm",
+        parts=4, states=2, length=8, held_out=2, batch_size=4, norm="layer_norm",
     ),
 }  # fmt: skip
 
@@ -106,7 +101,6 @@ def find(folder: Path, grid: str) -> Path:
 def get_datasets(args: Namespace) -> dict[str, Any]:
     """States to train on, to select by and, by grid, to test on."""
     train, val, test = SPLITS[args.preset]
-    prepare = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
     folder = args.processed_root or args.root
     source = folder if args.preset == "smoke" else args.root
 
@@ -114,7 +108,7 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
         grids: tuple[str, ...], states: int, seed: int, parts: int | None = None
     ) -> PowerStates:
         paths = [find(source, grid) for grid in grids]
-        found = PowerStates(folder, paths, states, seed, prepare, parts)
+        found = PowerStates(folder, paths, states, seed, PREPARE, parts)
         print(f"{states} states each, and drawn again without solution:", found.dropped)
         return found
 
@@ -209,7 +203,6 @@ def build_model(
             )
         return build_layer(norm, arm, option, channels, hidden)
 
-    walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return Correction(
         17,
         channels,
@@ -219,8 +212,7 @@ def build_model(
         edge_dim=None if arm == "mlp" else 8,
         head="node",
         norm=norm,
-        structure={"rank": "elimination_rank"} if arm == "chimera" else None,
-        encodings=walks if option == "random-walk" else None,
+        **reads(arm, option, channels),
     )
 
 

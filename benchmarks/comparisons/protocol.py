@@ -45,14 +45,17 @@ from torch.utils.data import Dataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv
+from torch_geometric.transforms import AddRandomWalkPE, Compose
 
 from pyg_chimera.nn import (
     ChimeraConv,
     GatedGCNConv,
     GPSLayer,
     GraphModel,
+    RandomWalkEncoder,
     SelfAttention,
 )
+from pyg_chimera.transforms import AddEliminationOrder
 
 #: Those of the search, and the share of the time that a run of it takes.
 RATES = (1e-3, 3e-3)
@@ -64,6 +67,13 @@ OURS = "chimera"
 #: Norms of blocks, and of a model's end: of each node alone, or of a batch. Layers that
 #: are no blocks have norms of their own, or none.
 NORMS = ("layer_norm", "graph_batch_norm")
+
+#: What the presets of studies have in common, unless they say otherwise.
+RECIPES: dict[str, dict[str, Any]] = {
+    "default": dict(minutes=10.0, seeds=3, channels=64, epochs=None, warmup_epochs=1),
+    "smoke": dict(minutes=None, seeds=1, channels=16, epochs=1, warmup_epochs=0.5),
+}
+OPTIMIZER = {"lr": RATES[0], "optimizer": "AdamW", "weight_decay": 0.01}
 
 Arms = dict[str, tuple[str, tuple[Any, Any]]]
 Rows = dict[str, dict[str, Any]]
@@ -94,7 +104,24 @@ class DrawnGraphs(Dataset):
         return self.graphs[int(torch.randint(len(self.graphs), ()))]
 
 
+#: Walks of encodings have up to so many steps.
+WALK = 16
+#: Adds what `reads` names.
+PREPARE = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
+
+
 # Models --------------------------------------------------------------------------
+
+
+def reads(arm: str, option: Any, channels: int) -> dict[str, Any]:
+    """Arguments of `GraphModel`: what the arms of `build_layer` read of graphs, beside
+    edges and features.
+    """
+    walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
+    return {
+        "structure": {"rank": "elimination_rank"} if arm == OURS else None,
+        "encodings": walks if option == "random-walk" else None,
+    }
 
 
 class Alone(Module):
@@ -220,7 +247,8 @@ class Study:
 
         def recipe(args: Namespace) -> dict[str, Any]:
             preset = args.preset or "default"
-            return {"preset": preset, **presets[preset]}
+            common = OPTIMIZER | RECIPES[preset]
+            return {"preset": preset, **common, **presets[preset]}
 
         return parse(parser, argv, recipe)
 

@@ -48,22 +48,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from common import Task, main, make_parser
-from protocol import RATES, SHARED_ARMS, DrawnGraphs, Study, build_layer
+from protocol import PREPARE, SHARED_ARMS, DrawnGraphs, Study, build_layer, reads
 from torch import Tensor
 from torch.nn import GRU, LayerNorm, Linear, Module
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch_geometric.data import Batch, Data
-from torch_geometric.transforms import AddRandomWalkPE, Compose
 from torch_geometric.utils import scatter, to_dense_batch
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from tqdm import tqdm
 
-from pyg_chimera.nn import GPSLayer, GraphModel, RandomWalkEncoder, SelfAttention
-from pyg_chimera.transforms import AddEliminationOrder
+from pyg_chimera.nn import GPSLayer, GraphModel, SelfAttention
 
 ARMS = SHARED_ARMS | {"gru": ("depth", (1, 2)), "transformer": ("depth", (3, 6))}
-WALK = 16
 BASES = "ACGU"
 #: The bases that each letter may be, by IUPAC.
 LETTERS = {
@@ -101,16 +98,8 @@ TASKS = {
 #: An epoch is `length` molecules, drawn from those to train on. With `drawn`, all
 #: molecules are made by this script, so many in each set.
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": dict(
-        drawn=None, length=1000, minutes=10.0, seeds=3, channels=64, epochs=None,
-        batch_size=16, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=1,
-        optimizer="AdamW", weight_decay=0.01,
-    ),
-    "smoke": dict(
-        drawn=8, length=8, minutes=None, seeds=1, channels=16, epochs=1,
-        batch_size=4, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=0.5,
-        optimizer="AdamW", weight_decay=0.01,
-    ),
+    "default": dict(drawn=None, length=1000, batch_size=16, norm="graph_batch_norm"),
+    "smoke": dict(drawn=8, length=8, batch_size=4, norm="graph_batch_norm"),
 }  # fmt: skip
 
 
@@ -278,9 +267,8 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
     else:
         read = read_families if args.task == "families" else read_degradation
         found = read(args.root)
-    prepare = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
     data: dict[str, Any] = {
-        name: [prepare(get_graph(x)) for x in tqdm(molecules, name, disable=None)]
+        name: [PREPARE(get_graph(x)) for x in tqdm(molecules, name, disable=None)]
         for name, molecules in found.items()
     }
     return data | {"train": DrawnGraphs(data["train"], args.length)}
@@ -414,9 +402,9 @@ def build_model(
         return build_layer(norm, arm, option, channels, hidden)
 
     along = ("gru", "transformer")
-    structure = {arm: {"partner": "partner_index"} for arm in along}
-    structure["chimera"] = {"rank": "elimination_rank"}
-    walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
+    given = reads(arm, option, channels)
+    if arm in along:
+        given["structure"] = {"partner": "partner_index"}
     return GraphModel(
         shape.in_channels,
         channels,
@@ -426,8 +414,7 @@ def build_model(
         edge_dim=None if arm in ("mlp", *along) else 3,
         head=shape.head,
         norm=norm,
-        structure=structure.get(arm),
-        encodings=walks if option == "random-walk" else None,
+        **given,
     )
 
 

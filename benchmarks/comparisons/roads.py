@@ -28,34 +28,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import Task, main, make_parser
-from protocol import RATES, SHARED_ARMS, DrawnGraphs, Rows, Study, build_layer
+from protocol import PREPARE, SHARED_ARMS, DrawnGraphs, Rows, Study, build_layer, reads
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Data
-from torch_geometric.transforms import AddRandomWalkPE, Compose, RandomNodeSplit
+from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import grid
 from torchmetrics.classification import MulticlassAccuracy
 
 from pyg_chimera.datasets import CityRoads
-from pyg_chimera.nn import GraphModel, RandomWalkEncoder
-from pyg_chimera.transforms import AddEliminationOrder
+from pyg_chimera.nn import GraphModel
 
-CITIES, CLASSES, WALK = ("pasadena", "huangpu"), 10, 16
+CITIES, CLASSES = ("pasadena", "huangpu"), 10
 #: Features of nodes and of edges.
 SIZES = (37, 25)
 DROPOUT = 0.2
 #: An epoch is `length` steps, each with the whole city; with `side`, a chessboard.
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": dict(
-        side=None, length=10, minutes=10.0, seeds=3, channels=64, epochs=None,
-        batch_size=1, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=1,
-        optimizer="AdamW", weight_decay=0.01,
-    ),
-    "smoke": dict(
-        side=8, length=2, minutes=None, seeds=1, channels=16, epochs=1,
-        batch_size=1, norm="graph_batch_norm", lr=RATES[0], warmup_epochs=0.5,
-        optimizer="AdamW", weight_decay=0.01,
-    ),
+    "default": dict(side=None, length=10, batch_size=1, norm="graph_batch_norm"),
+    "smoke": dict(side=8, length=2, batch_size=1, norm="graph_batch_norm"),
 }  # fmt: skip
 
 
@@ -78,8 +69,7 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
         data = chessboard(args.side)
     else:
         data = CityRoads(str(args.root), args.city, (0.6, 0.2))[0]
-    prepare = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
-    data, found = prepare(data), {}
+    data, found = PREPARE(data), {}
     for name in ("train", "val", "test"):
         found[name] = [copy(data)]
         found[name][0].asked = data[f"{name}_mask"]
@@ -124,7 +114,6 @@ def build_model(
         return build_layer(norm, arm, option, channels, hidden, DROPOUT)
 
     in_channels, edge_dim = SIZES
-    walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     return GraphModel(
         in_channels,
         channels,
@@ -135,8 +124,7 @@ def build_model(
         head="node",
         norm=norm,
         dropout=DROPOUT,
-        structure={"rank": "elimination_rank"} if arm == "chimera" else None,
-        encodings=walks if option == "random-walk" else None,
+        **reads(arm, option, channels),
     )
 
 

@@ -40,29 +40,27 @@ from typing import Any
 import torch
 from common import Task, main, make_parser
 from protocol import (
-    RATES,
+    PREPARE,
     SHARED_ARMS,
     DrawnGraphs,
     Study,
     build_layer,
+    reads,
     without_learning,
 )
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import ChebConv
-from torch_geometric.transforms import AddRandomWalkPE, Compose
 from torchmetrics import MeanMetric
 
 from pyg_chimera.datasets import SampleSensors, WaterNetworks
-from pyg_chimera.nn import GPSLayer, GraphModel, RandomWalkEncoder
-from pyg_chimera.transforms import AddEliminationOrder
+from pyg_chimera.nn import GPSLayer, GraphModel
 
 ARMS = SHARED_ARMS | {
     "chimera-reach": SHARED_ARMS["chimera"],
     "chebyshev": ("order", (24, 120)),
 }
-WALK = 16
 KENTUCKY = ("ky1", "ky2", "ky3", "ky4", "ky5", "ky7", "ky8", "ky10", "ky11")
 FOREIGN = ("L-TOWN", "KL", "Richmond_standard", "Balerma")
 #: Networks to train on, and by name those to test on that are not among them.
@@ -78,14 +76,12 @@ SPLITS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 #: `val_states` of each select, and `held_out` are for tests.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
-        states=200, length=240, val_states=5, held_out=20, minutes=10.0, seeds=3,
-        channels=64, epochs=None, batch_size=4, lr=RATES[0], warmup_epochs=1,
-        optimizer="AdamW", weight_decay=0.01, norm="graph_batch_norm",
+        states=200, length=240, val_states=5, held_out=20, batch_size=4,
+        norm="graph_batch_norm",
     ),
     "smoke": dict(
-        states=8, length=8, val_states=2, held_out=2, minutes=None, seeds=1,
-        channels=16, epochs=1, batch_size=4, lr=RATES[0], warmup_epochs=0.5,
-        optimizer="AdamW", weight_decay=0.01, norm="graph_batch_norm",
+        states=8, length=8, val_states=2, held_out=2, batch_size=4,
+        norm="graph_batch_norm",
     ),
 }  # fmt: skip
 
@@ -102,7 +98,6 @@ def find(root: Path, network: str) -> str:
 def get_datasets(args: Namespace) -> dict[str, Any]:
     """States to train on, to select by and, by name, to test on."""
     train, tests = SPLITS[args.preset]
-    prepare = Compose([AddEliminationOrder(), AddRandomWalkPE(WALK, "random_walk_pe")])
 
     def load(names: tuple[str, ...], states: int, seed: int) -> WaterNetworks:
         return WaterNetworks(
@@ -111,7 +106,7 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
             states,
             SampleSensors(0.05, seed=seed or None),  # drawn anew for training
             seed,
-            pre_transform=prepare,
+            pre_transform=PREPARE,
         )
 
     return {
@@ -186,9 +181,9 @@ def build_model(
         reach = 1000 if grows else None
         return build_layer(norm, arm, option, channels, hidden, reach_nodes=reach)
 
-    structure = {"chimera": {"rank": "elimination_rank"}}
-    structure["chebyshev"] = {"edge_weight": "conductance"}
-    walks = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
+    given = reads(arm, option, channels)
+    if arm == "chebyshev":
+        given["structure"] = {"edge_weight": "conductance"}
     return GraphModel(
         9,
         channels,
@@ -198,8 +193,7 @@ def build_model(
         edge_dim=7 if wide else None,
         head="node",
         norm=norm,
-        structure=structure.get(arm),
-        encodings=walks if option == "random-walk" else None,
+        **given,
     )
 
 

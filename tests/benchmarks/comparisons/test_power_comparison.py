@@ -15,6 +15,7 @@ from scipy.sparse.csgraph import connected_components
 from torch_geometric.data import Batch
 
 from pyg_chimera.nn import GraphModel
+from pyg_chimera.transforms import AddEliminationOrder
 
 #: The test system of IEEE with 14 buses, and its published solution.
 IEEE = """function mpc = case14
@@ -466,7 +467,7 @@ def test_graphs_count_alike_in_the_errors(ieee, tmp_path):
 @pytest.mark.parametrize(("arm", "option"), [("chimera", "tied"), ("gated-gcn", 2)])
 def test_nothing_is_added_if_nothing_is_missing(tmp_path, arm, option):
     path = power_states.write_grid(tmp_path / "grid.npz", 40, 0)
-    states = PowerStates(tmp_path, [path], 2, 0, compared.AddEliminationOrder())
+    states = PowerStates(tmp_path, [path], 2, 0, AddEliminationOrder())
     data, x = Batch.from_data_list(list(states)), [state.x for state in states]
     model = compared.build_model("layer_norm", arm, option, 16, 32)
     out = model(**model.inputs(data))
