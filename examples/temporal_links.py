@@ -99,7 +99,7 @@ def fit(
         loss = loss_of(model.train()(dag), dag.y)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1, error_if_nonfinite=True)
         optimizer.step()
         schedule.step()
         if epoch % 10 == 0 or epoch == args.epochs:
