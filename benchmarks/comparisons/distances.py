@@ -7,7 +7,7 @@ are paths, ladders, grids with holes and trees, of six families, 10,080 in all, 
 of the benchmark (arXiv 2512.17762)::
 
     python benchmarks/comparisons/distances.py                     # hours
-    python benchmarks/comparisons/distances.py --task eccentricity
+    python benchmarks/comparisons/distances.py --task eccentricity --degrees
     python benchmarks/comparisons/distances.py --resume --arms chimera gps
 
 Arms, with the option that each searches (see ``protocol.py``):
@@ -18,6 +18,9 @@ Arms, with the option that each searches (see ``protocol.py``):
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT; depth
 * ``mlp``: a network of each node alone; depth
+
+But for sources, features of nodes are noise, and where all neighbours are alike, so are
+their means, weighted or not: with ``--degrees``, models read numbers of neighbours too.
 
 Beside them is the median of the distances in training. ``mae`` is the mean absolute
 error in hops, of all nodes or graphs.
@@ -37,6 +40,7 @@ from protocol import PREPARE, SHARED_ARMS, DrawnGraphs, Rows, Study, build_layer
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Data
+from torch_geometric.utils import degree
 from torchmetrics import MeanAbsoluteError
 
 from pyg_chimera.nn import GraphModel
@@ -50,8 +54,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def prepare(data: Data) -> Data:
+def prepare(data: Data, degrees: bool) -> Data:
     """A graph as models read it: all edges are alike."""
+    if degrees:
+        around = degree(data.edge_index[0], data.num_nodes).view(-1, 1)
+        data.x = torch.cat([data.x, around / 4], dim=1)
     data.edge_attr = torch.ones(data.num_edges, 1)
     return PREPARE(data)
 
@@ -59,7 +66,9 @@ def prepare(data: Data) -> Data:
 def get_datasets(args: Namespace) -> dict[str, Any]:
     """Graphs to train on, to select by and to test on."""
     data: dict[str, Any] = {
-        split: [prepare(x) for x in echo_graphs(args.task, split, args.graphs)]
+        split: [
+            prepare(x, args.degrees) for x in echo_graphs(args.task, split, args.graphs)
+        ]
         for split in ("train", "val", "test")
     }
     return data | {"train": DrawnGraphs(data["train"], args.length)}
@@ -88,7 +97,13 @@ def untrained(data: dict[str, Any]) -> Rows:
 
 
 def build_model(
-    task: str, norm: str, arm: str, option: Any, channels: int, hidden: int
+    task: str,
+    degrees: bool,
+    norm: str,
+    arm: str,
+    option: Any,
+    channels: int,
+    hidden: int,
 ) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
     ours = arm == "chimera"
@@ -99,7 +114,7 @@ def build_model(
         return build_layer(norm, arm, option, channels, hidden)
 
     return GraphModel(
-        2 if task == "sssp" else 1,
+        1 + (task == "sssp") + degrees,
         channels,
         1,
         layer,
@@ -112,9 +127,10 @@ def build_model(
     )
 
 
-def get_study(task: str) -> Study:
+def get_study(task: str, degrees: bool = False) -> Study:
     """The comparison on a task."""
-    return Study(ARMS, partial(build_model, task), get_task, get_datasets, untrained)
+    build = partial(build_model, task, degrees)
+    return Study(ARMS, build, get_task, get_datasets, untrained)
 
 
 def get_args(argv: list[str] | None = None) -> Namespace:
@@ -122,11 +138,13 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__doc__, ["default"], root="")
     add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="sssp", help="default: sssp")
+    add("--degrees", action="store_true", help="nodes have their degrees as features")
     args = get_study("sssp").parse(parser, argv, PRESETS)
-    args.out = args.out or Path("runs", "distances", args.task, args.preset)
+    name = f"{args.task}-degrees" if args.degrees else args.task
+    args.out = args.out or Path("runs", "distances", name, args.preset)
     return args
 
 
 if __name__ == "__main__":
     args = get_args()
-    sys.exit(main(get_study(args.task).run, args))
+    sys.exit(main(get_study(args.task, args.degrees).run, args))

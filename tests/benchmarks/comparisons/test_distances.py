@@ -37,6 +37,20 @@ def test_data_and_errors(task):
         assert compared.HOPS * graph.y == pytest.approx(largest(graph))
 
 
+@pytest.mark.parametrize("task", compared.TASKS)
+def test_degrees(task):
+    argv = ["--smoke", "--task", task, "--degrees", "--out", "unused"]
+    args = compared.get_args(argv)
+    graph = compared.get_datasets(args)["val"][0]
+    counts = to_scipy_sparse_matrix(graph.edge_index).toarray().sum(axis=0)
+    assert graph.x.shape == (graph.num_nodes, 3 if task == "sssp" else 2)
+    assert (4 * graph.x[:, -1]).tolist() == counts.tolist()
+    study = compared.get_study(args.task, args.degrees)
+    model = study.build("layer_norm", "gated-gcn", 10, 8, 8)
+    out = model(**model.inputs(Batch.from_data_list([graph])))
+    assert out.shape == graph.y.shape
+
+
 def test_the_median_without_learning():
     args = compared.get_args(["--smoke", "--out", "unused"])
     data = compared.get_datasets(args)
@@ -55,7 +69,7 @@ def call(smoke):
     """Runs the comparison on few graphs."""
 
     def run(args):
-        return compared.get_study(args.task).run(args)
+        return compared.get_study(args.task, args.degrees).run(args)
 
     return partial(smoke, compared.get_args, run)
 
@@ -66,8 +80,6 @@ def test_chimera_searches_logarithms_of_sums(call, tmp_path, task):
     assert rows["chimera"]["seeds"] == 1
     for option in (0, 2):
         assert list(tmp_path.glob(f"out/chimera/search-log_sums-{option}-*"))
-    models = [
-        compared.build_model("sssp", "layer_norm", "chimera", option, 16, 32)
-        for option in (0, 2)
-    ]
+    build = compared.get_study(task).build
+    models = [build("layer_norm", "chimera", option, 16, 32) for option in (0, 2)]
     assert [model.layers[0].mixer.log_sums is None for model in models] == [True, False]
