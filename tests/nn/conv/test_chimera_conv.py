@@ -1,3 +1,4 @@
+import networkx as nx
 import pytest
 import torch
 import torch_geometric.typing
@@ -11,7 +12,9 @@ from torch_geometric.loader import (
     ClusterLoader,
     NeighborLoader,
 )
+from torch_geometric.nn import GATConv, SAGEConv
 from torch_geometric.utils import (
+    from_networkx,
     k_hop_subgraph,
     subgraph,
 )
@@ -432,6 +435,22 @@ def test_tied_gates_have_no_parameters_and_boundaries():
     assert_near(out[:1], tied(x[:1], alone[:, :0]))
     with pytest.raises(ValueError, match="'input_gate' must be 'free' with"):
         ChimeraConv(IN, input_gate="tied", normalization="released")
+
+
+def test_nodes_that_are_alike():
+    """Means hardly tell them apart: what the section of that name is about."""
+    torch.manual_seed(0)
+    tree = from_networkx(nx.random_labeled_tree(60, seed=0)).edge_index
+    x = torch.randn(1, 16).expand(60, 16)
+
+    def spread(conv):
+        out = conv.double()(x.double(), tree)
+        return out.std(0).mean() / out.abs().mean()
+
+    assert 1e-4 < spread(ChimeraConv(16)) < 1e-3
+    assert spread(ChimeraConv(16, input_gate="tied")) < 1e-12
+    assert spread(GATConv(16, 16)) < 1e-12
+    assert spread(SAGEConv(16, 16, aggr=["sum", "max"])) > 0.2
 
 
 def test_error_of_log_sums():
