@@ -396,11 +396,7 @@ def _sum(x: Tensor, index: Tensor, num_nodes: int) -> Tensor:
     return x.new_zeros(num_nodes, x.size(1)).index_add(0, index, x)
 
 
-def _fake_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
-    return edge_index.new_empty(edge_index.size(1), dtype=torch.int64)
-
-
-@structural_op(_fake_reverse)
+@structural_op(lambda edges, _: edges.new_empty(edges.size(1), dtype=torch.int64))
 def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
     """The index of each edge's reverse, in a graph of undirected paths."""
     check_edge_index(edge_index, num_nodes)
@@ -431,12 +427,7 @@ def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
     return torch.from_numpy(reverse).to(edge_index.device)
 
 
-def _fake_places(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    node, there, back = edge_index.new_empty(3, num_nodes, dtype=torch.int64)
-    return node, there, back
-
-
-@structural_op(_fake_places)
+@structural_op(lambda edges, size: edges.new_empty(3, size, dtype=torch.int64).unbind())
 def _path_places(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """The nodes path by path, each from end to end; the edges from the node before, and
     from the node after, or the number of edges at ends.

@@ -87,7 +87,9 @@ class DirectedLineGraph(Transform):
 
     def __init__(self, prefix: str | None = None) -> None:
         self.prefix = prefix
-        self._prefix = _checked_prefix(prefix)
+        if prefix is not None:
+            check_attr_name("prefix", prefix)
+        self._prefix = "" if prefix is None else f"{prefix}_"
 
     def forward(self, data: Data) -> LineGraphData:
         """Adds the attribute to a copy of the data."""
@@ -122,14 +124,6 @@ class MultitreePruning(DirectedLineGraph):
             for line_edge_index, dag in zip(lines, dags, strict=True)
         ]
         return _with_lines(out, f"{name}_pruned", self._prefix, kept)
-
-
-def _checked_prefix(prefix: str | None) -> str:
-    """The prefix of the attributes' names, with an underscore."""
-    if prefix is None:
-        return ""
-    check_attr_name("prefix", prefix)
-    return f"{prefix}_"
 
 
 def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:

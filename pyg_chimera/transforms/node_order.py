@@ -46,7 +46,6 @@ class NodeOrder(Transform):
             data has no valid :obj:`edge_index`.
         TypeError: If the data is not homogeneous, :obj:`edge_index` is not integer, or
             scores are not real.
-        ImportError: If :obj:`order="cluster"` and :obj:`networkx` is missing.
     """
 
     def __init__(

@@ -16,18 +16,10 @@ from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.torch_private import is_hooked
 
-__all__ = ["is_plain", "projected", "projections"]
+__all__ = ["is_plain", "projected"]
 
 _ORDINARY = (Tensor, Parameter, type(None))
 _PLAIN = (Linear, torch.nn.Linear, GateLinear, RMSNorm)
-
-
-def projections(
-    x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]]
-) -> Sequence[Tensor]:
-    """The projections [V, channels] of nodes by each layer, views of one matrix."""
-    whole, sizes = _whole(x, lins)
-    return whole.split(sizes, dim=1)
 
 
 def projected(
@@ -35,27 +27,21 @@ def projected(
     lins: Sequence[Callable[[Tensor], Tensor]],
     filtered: Filter | None = None,
 ) -> list[Tensor]:
-    """Projections of nodes, perhaps filtered together, in float32 at least, as their
-    products would overflow half precision.
+    """Projections of nodes, by one product if layers are plain, perhaps filtered
+    together; in float32 at least, as their products would overflow half precision.
     """
-    whole, sizes = _whole(x, lins)
-    whole = at_least_float32(whole)
-    return [*(whole if filtered is None else filtered(whole)).split(sizes, dim=1)]
-
-
-def _whole(
-    x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]]
-) -> tuple[Tensor, list[int]]:
-    """Projections beside each other, by one product if layers are plain, and sizes."""
     for lin in lins:
         if is_uninitialized_parameter(getattr(lin, "weight", None)):
             lin(x[:0])
     plain: list[Any] = [lin for lin in lins if is_plain(lin)]
-    if len(plain) < len(lins):
+    if len(plain) == len(lins):
+        tensors = x, *(lin.weight for lin in plain), *(lin.bias for lin in plain)
+        whole, sizes = _JOINT(tensors, None), [lin.weight.size(0) for lin in plain]
+    else:
         parts = [lin(x) for lin in lins]
-        return torch.cat(parts, dim=1), [y.size(1) for y in parts]
-    tensors = x, *(lin.weight for lin in plain), *(lin.bias for lin in plain)
-    return _JOINT(tensors, None), [lin.weight.size(0) for lin in plain]
+        whole, sizes = torch.cat(parts, dim=1), [y.size(1) for y in parts]
+    whole = at_least_float32(whole)
+    return [*(whole if filtered is None else filtered(whole)).split(sizes, dim=1)]
 
 
 def is_plain(module: Any) -> bool:

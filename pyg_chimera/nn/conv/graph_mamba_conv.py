@@ -161,15 +161,13 @@ class GraphMambaConv(Layer, torch.nn.Module):
     ) -> None:
         super().__init__()
         in_channels, out_channels, _ = check_channels(in_channels, out_channels)
-        sizes = {
-            "state_channels": state_channels,
-            "conv_kernel": conv_kernel,
-            "expand": expand,
-            "num_eval_permutations": num_eval_permutations,
-            "num_bins": num_bins,
-        }
-        sizes = {name: check_integer(name, size, 1) for name, size in sizes.items()}
-        expand = sizes["expand"]
+        self.state_channels = check_integer("state_channels", state_channels, 1)
+        self.conv_kernel = check_integer("conv_kernel", conv_kernel, 1)
+        self.expand = check_integer("expand", expand, 1)
+        self.num_eval_permutations = check_integer(
+            "num_eval_permutations", num_eval_permutations, 1
+        )
+        self.num_bins = check_integer("num_bins", num_bins, 1)
         if order is not None and order not in ORDERS:
             raise ValueError(
                 f"'order' must be one of {list(ORDERS)}, or None for scores that are "
@@ -178,17 +176,12 @@ class GraphMambaConv(Layer, torch.nn.Module):
 
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.state_channels = sizes["state_channels"]
-        self.conv_kernel = sizes["conv_kernel"]
-        self.expand = expand
         self.order = order
-        self.num_eval_permutations = sizes["num_eval_permutations"]
-        self.num_bins = sizes["num_bins"]
         self.dt_rank = math.ceil(out_channels / 16)
         self.bidirectional = bidirectional
         self.backend = backend
 
-        inner = expand * out_channels
+        inner = self.expand * out_channels
         lazy = in_channels == -1
         self.norm = None
         if norm:

@@ -79,7 +79,6 @@ def node_score(
               of each component, int64.
             * :obj:`"cluster"`: the number of the node's cluster, found by the Louvain
               method, int64. Clusters of a graph are numbered by their first nodes.
-              Requires :obj:`networkx`.
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, sorted or not. (default: :obj:`None`)
 
@@ -91,7 +90,6 @@ def node_score(
         ValueError: If :obj:`order` is not one of these, a shape is wrong, an index is
             out of range, or an edge joins two graphs of :obj:`batch`.
         TypeError: If :obj:`edge_index` or :obj:`batch` is not integer.
-        ImportError: If :obj:`networkx` is needed and missing.
     """
     check_option("order", order, ORDERS)
     return _node_score(edge_index, batch, num_nodes, order)
@@ -139,14 +137,8 @@ def _bfs(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 
 def _cluster(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    try:
-        import networkx
-    except ImportError as error:
-        if error.name != "networkx":
-            raise
-        raise ImportError(
-            "Clusters by the Louvain method need 'networkx': pip install networkx"
-        ) from error
+    import networkx  # slow to import
+
     out = np.empty(len(ptr) - 1, np.int64)
     tail = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     for low, high in pairwise(bounds.tolist()):

@@ -80,7 +80,9 @@ def structural_op(
             out = remembered(
                 function, args[:num_tensors], *args[num_tensors : len(kinds)]
             )
-            return out.clone() if isinstance(out, Tensor) else tuple(map(_clone, out))
+            if isinstance(out, Tensor):
+                return out.clone()
+            return tuple(x.clone() for x in out)
 
         name = f"pyg_chimera::{function.__name__.strip('_')}"
         schema = torch.library.infer_schema(function, mutates_args=())
@@ -113,10 +115,6 @@ def structural_op(
         return call
 
     return register
-
-
-def _clone(x: Tensor) -> Tensor:
-    return x.clone()
 
 
 def _check_argument(name: str, kind: Any, optional: bool, value: Any) -> None:

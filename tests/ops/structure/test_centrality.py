@@ -1,5 +1,3 @@
-import builtins
-import sys
 import time
 from collections import Counter
 from itertools import pairwise
@@ -12,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Graph, batches, graphs
 
-from pyg_chimera.ops.common import cache
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.csr import adjacency
 from pyg_chimera.ops.structure.distance import connected_components
@@ -345,20 +342,3 @@ def test_clusters_of_cliques_on_a_string():
     edge_index = torch.cat([*cliques, torch.tensor([[4, 9], [5, 10]])], dim=1)
     expected = [0] * 5 + [1] * 5 + [2] * 5
     assert node_score(edge_index, 15, "cluster").tolist() == expected
-
-
-def test_clusters_without_networkx(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == "networkx":
-            raise ModuleNotFoundError("No module named 'networkx'", name="networkx")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.delitem(sys.modules, "networkx")
-    monkeypatch.setattr(builtins, "__import__", without)
-    cache._CACHE.values.clear()  # other tests may have left scores of this graph there
-    edge_index = torch.tensor([[0], [1]])
-    with pytest.raises(ImportError, match="pip install networkx"):
-        node_score(edge_index, 2, "cluster")
-    assert node_score(edge_index, 2, "degree").tolist() == [1, 1]

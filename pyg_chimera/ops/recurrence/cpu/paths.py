@@ -18,9 +18,9 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.numba_runtime import jit, run
 from pyg_chimera.ops.recurrence.cpu import chunks
+from pyg_chimera.ops.recurrence.cpu.rows import subtract_edges
 from pyg_chimera.ops.recurrence.cpu.state_tiles import Operands
 from pyg_chimera.ops.recurrence.plan.paths import PathScans, Pivots, required_path_scans
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
@@ -38,21 +38,14 @@ def factorize(symbolic: Blocks, weight: np.ndarray) -> tuple[Pivots, float]:
     num_nodes, heads = symbolic.num_nodes, weight.shape[1]
     values = np.zeros((heads, 3 * num_nodes))
     values[:, :num_nodes] = 1
-    sign = np.where(scans.slot < num_nodes, -1.0, 1.0)
-    _scatter(values, scans.slot, sign, weight)
+    sign = np.where(scans.slot < num_nodes, 1.0, -1.0)
+    subtract_edges(values, scans.slot, sign[:, None] * weight)
     d, w, u = np.split(values, 3, axis=1)
     factors = Pivots(d, w, u, np.empty_like(d), np.empty_like(d))
     growth = np.ones(heads)
     costs = np.full(heads, 30.0 * num_nodes)
     run(_eliminate, costs, 0, d.dtype, scans.ptr, factors, growth)
     return factors, float(growth.max(initial=1.0))
-
-
-@compiled()
-def _scatter(values, slot, sign, weight):
-    for e in range(slot.shape[0]):
-        for h in range(weight.shape[1]):
-            values[h, slot[e]] += sign[e] * weight[e, h]
 
 
 @jit

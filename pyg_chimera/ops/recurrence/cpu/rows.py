@@ -60,7 +60,7 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[Factors, fl
     num_nodes, num_entries = symbolic.num_nodes, symbolic.num_entries
     values = np.zeros((num_heads, num_nodes + 2 * num_entries))
     values[:, :num_nodes] = 1.0
-    _scatter(values, symbolic.slot, weight)
+    subtract_edges(values, symbolic.slot, weight)
     bounds = (num_nodes, num_nodes + num_entries)
     factors = Factors(*map(np.ascontiguousarray, np.split(values, bounds, axis=1)))
     growths = np.ones((symbolic.sizes.shape[0], num_heads))
@@ -78,7 +78,8 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[Factors, fl
 
 
 @jit
-def _scatter(values, slot, weight):
+def subtract_edges(values, slot, weight):
+    """Subtracts weights of edges [E, heads] where they belong."""
     for e in range(slot.shape[0]):
         for h in range(weight.shape[1]):
             values[h, slot[e]] -= weight[e, h]

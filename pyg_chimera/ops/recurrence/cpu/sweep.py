@@ -113,7 +113,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         graph, x = call.structure.graph, _operands(call)
         *found, by_entry = gradients(*_scan_of(call, x), x, dy)
         dw = np.empty(by_entry.shape[::-1], by_entry.dtype)
-        _to_edges(dw, by_entry, graph.parents.entry)
+        dw[graph.parents.entry] = by_entry.T
         grads = graph.gradients(call.inputs, *map(torch.from_numpy, (*found, dw)))
     if direct is None or call.choice.form == "mask":  # which includes these gates
         return grads
@@ -146,8 +146,7 @@ def _operands(call: Call) -> Operands:
     graph: StateGraph = call.structure.graph
     query, key, value = arrays(*call.inputs[:3])
     source, mark, transition = arrays(*graph.gates_of(call.inputs))
-    weight = np.empty(transition.shape[::-1], value.dtype)
-    _to_entries(weight, transition, graph.parents.entry)
+    weight = np.ascontiguousarray(transition[graph.parents.entry].T)
     return Operands(weight, source, mark, query, key, value)
 
 
@@ -157,20 +156,6 @@ def _scan_of(call: Call, x: Operands) -> tuple[Scan, Cut]:
     if call.choice.form == "chunk":
         return scan_of(graph.paths, x)
     return partial(_state_scan, graph), Cut(pieces(len(graph.sizes), x.value), 1)
-
-
-@jit
-def _to_entries(weight, transition, edge):
-    for x in range(edge.shape[0]):
-        for h in range(weight.shape[0]):
-            weight[h, x] = transition[edge[x], h]
-
-
-@jit
-def _to_edges(transition, weight, edge):
-    for x in range(edge.shape[0]):
-        for h in range(weight.shape[0]):
-            transition[edge[x], h] = weight[h, x]
 
 
 # ------------------------------------------------------------------------ state form
