@@ -12,9 +12,6 @@ mamba-ssm and flash-linear-attention, where these packages are installed.
 
 What the graph alone determines is computed before: a step on a graph that is new to it
 takes longer (``Structure`` in docs/gpu.md).
-
-`--only launches` measures what a launch takes on the host: as Triton finds the compiled
-kernel for its arguments, and by a handle that is kept.
 """
 
 import math
@@ -25,7 +22,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +37,9 @@ from workloads import PEPTIDES, Workload, peptides
 
 from pyg_chimera import ops
 from pyg_chimera.ops.common import triton_runtime
-from pyg_chimera.ops.structure.symbolic_factor import graph_blocks
 
-PARTS = ("molecules", "dags", "grids", "paths", "sequences", "launches")
+PARTS = ("molecules", "dags", "grids", "paths", "sequences")
 WARM_UP, REPEATS = 3, 20
-#: Of one kernel, before the host waits; a GPU takes about a thousand.
-LAUNCHES = 200
 
 
 class Heads(NamedTuple):
@@ -372,32 +365,6 @@ def measure(call: Call, device: str) -> dict[str, Any]:
     return row
 
 
-def launch_times() -> dict[str, float]:
-    """Seconds of the host for a launch of a kernel, medians."""
-    from pyg_chimera.ops.recurrence.gpu import mask
-
-    edge_index = torch.tensor([[0, 1], [1, 0]])
-    masks = mask.Masks.of(graph_blocks(edge_index, None, 2), torch.device("cuda"))
-    L = mask.negated(masks, torch.full((2, 4), 0.1, device="cuda"))
-    tables = (masks.layout, masks.total, len(L), mask.TILE)
-    args = (L, L, torch.empty_like(L), *tables, mask.input_precision(L))
-    grid, stream = (len(L), 1, 1), torch.cuda.current_stream().cuda_stream
-    handle = mask._adjoint[grid](*args, **mask._OPTIONS)
-    ways = {
-        "as layers launch": lambda: mask._adjoint[grid](*args, **mask._OPTIONS),
-        "by a kept handle": lambda: handle[grid](*args, stream=stream),
-    }
-    rounds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPEATS):
-        for name, launch in ways.items():
-            torch.cuda.synchronize()
-            begin = perf_counter()
-            for _ in range(LAUNCHES):
-                launch()
-            rounds[name].append((perf_counter() - begin) / LAUNCHES)
-    return {name: median(times) for name, times in rounds.items()}
-
-
 def in_triton(call: Call) -> Callable[..., Tensor]:
     """Our function in Triton's interpreter if there is a kernel; otherwise as it is."""
 
@@ -455,11 +422,6 @@ def main() -> None:
         write_json(out, results)
     show("")
     print(report(results))
-    if "launches" in args.only and device == "cuda":
-        results["launches"] = launch_times()
-        write_json(out, results)
-        for name, seconds in results["launches"].items():
-            print(f"a launch, {name}: {1e6 * seconds:.1f} us")
     print(f"\nWritten: {out}")
 
 

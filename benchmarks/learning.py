@@ -48,12 +48,10 @@ from workloads import REPOSITORY
 from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraDAGConv,
-    GatedDeltaConv,
     GatedGCNConv,
     GPSLayer,
     GraphMambaConv,
     GraphModel,
-    KHopAttentionConv,
     PLSTMConv,
     RandomWalkEncoder,
 )
@@ -63,12 +61,9 @@ SETTINGS = {
     "layers": 2, "channels": 32, "heads": 4, "state_channels": 16,
     "parameters_of_layers": 32_000, "lr": 3e-3, "warm_up": 0.05, "clip": 1.0,
 }  # fmt: skip
-DEFAULT = (
+MIXERS = (
     "chimera", "plstm", "graph-mamba", "attention", "attention-rw", "gcn", "gatedgcn",
 )  # fmt: skip
-#: On request: the delta rule, attention up to eight steps, and both in turn.
-HYBRID = ("gated-delta", "k-hop")
-MIXERS = (*DEFAULT, *HYBRID, "hybrid")
 
 #: Why a mixer can learn a task only in part, where that is known beforehand.
 REASONS = {
@@ -76,7 +71,6 @@ REASONS = {
     "b": "attention knows no distances; returning walks tell the shape around a node",
     "c": "the order by degree leaves alike nodes in random order",
     "d": "transitions are positive: sums along a path never change sign",
-    "e": "two layers of attention up to eight steps away see sixteen",
 }
 TRAVEL = ("nearest-source", "path-sum", "weighted-nearest", "reachability", "parity")
 LIMITS = {
@@ -84,7 +78,6 @@ LIMITS = {
     **{
         (mixer, task): "b" for mixer in ("attention", "attention-rw") for task in TRAVEL
     },
-    **{("k-hop", task): "e" for task in TRAVEL},
     **{("graph-mamba", task): "c" for task in TRAVEL},
     ("chimera", "parity"): "d",
 }
@@ -104,10 +97,8 @@ AT_LEAST = {
 # Models ------------------------------------------------------------------------------
 
 
-def build_mixer(name: str, task: Task, index: int) -> Module | None:
+def build_mixer(name: str, task: Task) -> Module | None:
     """A mixer of the settings' size, along the edges of a DAG if directed."""
-    if name == "hybrid":
-        name = HYBRID[index % 2]
     channels, heads, states = (
         SETTINGS[key] for key in ("channels", "heads", "state_channels")
     )
@@ -120,12 +111,6 @@ def build_mixer(name: str, task: Task, index: int) -> Module | None:
         return PLSTMConv(channels, heads=heads, edge_dim=edge_dim, order=order)
     if name == "graph-mamba":
         return GraphMambaConv(channels, state_channels=states)
-    if name == "gated-delta":
-        return GatedDeltaConv(
-            channels, None, heads, states, acyclic=task.directed, edge_dim=edge_dim
-        )
-    if name == "k-hop":
-        return KHopAttentionConv(channels, None, heads, k=8, edge_dim=edge_dim)
     if name in ("attention", "attention-rw"):
         return MultiheadAttention(channels, heads, batch_first=True)
     return None
@@ -145,7 +130,7 @@ def build(name: str, task: Task) -> GraphModel:
         return GPSLayer(
             channels,
             conv,
-            build_mixer(name, task, index),
+            build_mixer(name, task),
             arrangement="sequential",
             norm_first=True,
             mlp_channels=mlp_channels,
@@ -410,8 +395,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--only", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK",
         help=f"of {', '.join(TASKS)} (default: all)")  # fmt: skip
-    add("--mixers", nargs="+", choices=MIXERS, default=list(DEFAULT), metavar="MIXER",
-        help=f"of {', '.join(MIXERS)} (default: those before {HYBRID[0]})")  # fmt: skip
+    add("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS), metavar="MIXER",
+        help=f"of {', '.join(MIXERS)} (default: all)")  # fmt: skip
     add("--seconds", type=float,
         help="of a core's time for each model (default: 15; --smoke: 0.1)")  # fmt: skip
     add("--seeds", type=int, default=1, metavar="N",

@@ -16,12 +16,10 @@ from pyg_chimera import nn, ops
 from pyg_chimera.nn import (
     ChimeraConv,
     GatedGCNConv,
-    GPSLayer,
     GraphModel,
-    ImageClassifier,
     SequenceEncoder,
 )
-from pyg_chimera.transforms import ImageToGraph, SequenceToGraph
+from pyg_chimera.transforms import SequenceToGraph
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -92,11 +90,6 @@ def sequences(model: GraphModel, lengths: list[int]) -> Inputs:
     return model.inputs(Batch.from_data_list(data))
 
 
-def images(model: GraphModel, sizes: list[tuple[int, int]]) -> Inputs:
-    data = [ImageToGraph(patch_size=2)(torch.rand(2, 2 * h, 2 * w)) for h, w in sizes]
-    return model.inputs(Batch.from_data_list(data))
-
-
 class _ByPosition(torch.nn.Module):
     """PyTorch exports arguments in `**kwargs` for one size only."""
 
@@ -158,17 +151,6 @@ def test_layers(name: str):
     assert_exports(conv, *batches)
 
 
-def test_graph_models():
-    def layer(index: int) -> GPSLayer:
-        local = GatedGCNConv(CHANNELS, CHANNELS)
-        return GPSLayer(CHANNELS, local, ChimeraConv(CHANNELS, heads=2))
-
-    # With other weights, float32 alone may be off by more than 1e-5.
-    model = GraphModel(CHANNELS, CHANNELS, 3, layer, num_layers=2).eval()
-    batches = [graphs("any", x) | {"batch_size": len(x)} for x in ([5, 4], [7, 9, 4])]
-    assert_exports(model, *batches)
-
-
 @pytest.mark.parametrize("mixer", ["graph_mamba", slow("plstm")])
 def test_sequence_encoders(mixer: str):
     model = varied(
@@ -177,12 +159,6 @@ def test_sequence_encoders(mixer: str):
         )
     )
     assert_exports(model, *(sequences(model, x) for x in ([4, 6], [3, 9, 7])))
-
-
-@pytest.mark.slow
-def test_image_classifiers():
-    model = varied(ImageClassifier(8, CHANNELS, 3, 1, "chimera", 2))
-    assert_exports(model, *(images(model, x) for x in ([(3, 4)] * 2, [(5, 2)] * 3)))
 
 
 # ------------------------------------------------------------------- programs, errors

@@ -1,4 +1,4 @@
-r"""Trains on the nodes of one large graph: all at once, by clusters or neighbourhoods.
+r"""Trains on the nodes of one large graph: all at once, or by clusters.
 
 Without arguments it plays Minesweeper, on a field that it makes, with no download::
 
@@ -6,8 +6,7 @@ Without arguments it plays Minesweeper, on a field that it makes, with no downlo
 
 The heterophilous graphs of Platonov et al. (2023), with their ten splits, are read from
 ``--root``, as ``tolokers.npz``, or downloaded by PyG where they are not there (but for
-``actor.npz``, which is published beside the others); so is ogbn-arxiv, with its one
-split, by OGB's own loader::
+``actor.npz``, which is published beside the others)::
 
     python benchmarks/comparisons/node_classification.py --dataset tolokers --splits 3
     python benchmarks/comparisons/node_classification.py --dataset minesweeper \
@@ -16,13 +15,10 @@ split, by OGB's own loader::
         --num-layers 10
 
 What does not fit in memory is cut. Clusters, found by METIS, are graphs of their own,
-and several processes share them out. Neighbourhoods are sampled around nodes that are
-trained on, in every epoch anew, by PyG's sampler, which torch-sparse and pyg-lib have::
+and several processes share them out::
 
     torchrun --nproc_per_node=2 benchmarks/comparisons/node_classification.py \
         --clusters 16
-    python benchmarks/comparisons/node_classification.py --neighbors 10 10 \
-        --num-seeds 512
 
 Each model is trained on each split, in a folder of its own; ``results.json`` has a row
 for each model. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
@@ -44,7 +40,6 @@ from common import (
     Task,
     fit,
     fit_all,
-    loading_ogb,
     main,
     make_parser,
     natural,
@@ -54,16 +49,12 @@ from common import (
     summarize,
 )
 from torch import Tensor
-from torch.utils.data import Dataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
 from torch_geometric.datasets import HeterophilousGraphDataset
-from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import GCNConv, GPSConv, SAGEConv
-from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 from torch_geometric.utils import (
     grid,
-    index_to_mask,
     scatter,
     to_undirected,
 )
@@ -83,7 +74,7 @@ from pyg_chimera.transforms import AddEliminationOrder
 PARTS = ("train", "val", "test")
 MODELS = ("chimera", "plstm", "graph-mamba", "k-hop", "gps", "sage", "gcn")
 DOWNLOADS = ("amazon-ratings", "minesweeper", "questions", "roman-empire", "tolokers")
-DATASETS = ("generated", "actor", *DOWNLOADS, "ogbn-arxiv")
+DATASETS = ("generated", "actor", *DOWNLOADS)
 #: ``default`` is that of the released experiments on these graphs, with fewer epochs.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
@@ -124,17 +115,6 @@ def load_graph(args: Namespace) -> Data:
     """The graph, with the masks of all its splits, one per column."""
     if args.dataset == "generated":
         return make_field(args.side)
-    if args.dataset == "ogbn-arxiv":
-        from ogb.nodeproppred import PygNodePropPredDataset  # from the extra "examples"
-
-        with loading_ogb():
-            dataset = PygNodePropPredDataset(args.dataset, str(args.root))
-        graph, indices = dataset[0], dataset.get_idx_split()
-        data = Data(x=graph.x, edge_index=to_undirected(graph.edge_index))
-        data.y = graph.y[:, 0]
-        for name, key in zip(PARTS, ("train", "valid", "test"), strict=True):
-            data[f"{name}_mask"] = index_to_mask(indices[key], data.num_nodes)[:, None]
-        return data
     path = args.root / f"{args.dataset.replace('-', '_')}.npz"
     if path.exists():
         raw = np.load(path)
@@ -153,29 +133,6 @@ def load_graph(args: Namespace) -> Data:
             "github.com/yandex-research/heterophilous-graphs, in data"
         )
     return data
-
-
-class Neighborhoods(Dataset):
-    """Samples the surroundings of some training nodes, anew each time."""
-
-    def __init__(self, data: Data, numbers: list[int], size: int) -> None:
-        self.data, self.numbers = data, numbers
-        seeds = data.mask.nonzero().view(-1)
-        self.seeds = seeds[torch.randperm(len(seeds))].split(size)
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-    def __getitem__(self, i: int) -> Data:
-        seeds = self.seeds[i]
-        loader = NeighborLoader(
-            self.data, self.numbers, input_nodes=seeds, batch_size=len(seeds),
-            subgraph_type="bidirectional",  # as the graph is
-        )  # fmt: skip
-        part = next(iter(loader))
-        mask = torch.zeros_like(part.mask)
-        mask[: len(seeds)] = True  # seeds come first
-        return order(Data(x=part.x, edge_index=part.edge_index, y=part.y, mask=mask))
 
 
 #: Applied when graphs are made: layers would search for an order in each new graph.
@@ -199,13 +156,7 @@ def get_datasets(args: Namespace, parts: list[Data], split: int) -> dict[str, An
         data.elimination_rank = part.elimination_rank
         return data
 
-    datasets: dict[str, Any] = {
-        name: [masked(part, name) for part in parts] for name in PARTS
-    }
-    if args.neighbors:
-        (graph,) = datasets["train"]
-        datasets["train"] = Neighborhoods(graph, args.neighbors, args.num_seeds)
-    return datasets
+    return {name: [masked(part, name) for part in parts] for name in PARTS}
 
 
 def get_task(num_classes: int) -> Task:
@@ -275,12 +226,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     add("--models", choices=MODELS, nargs="+", default=["chimera"], metavar="MODEL",
         help=f"of {', '.join(MODELS)}; default: chimera")  # fmt: skip
     add("--num-layers", type=positive_int, help="default: the preset's, 3")
-    add = parser.add_mutually_exclusive_group().add_argument
     add("--clusters", type=positive_int, help="train and test on this number of parts")
-    add("--neighbors", type=positive_int, nargs="+", metavar="N",
-        help="train on samples of N neighbours at each distance")  # fmt: skip
-    parser.add_argument("--num-seeds", type=positive_int, default=1024,
-        help="nodes of a sample to train on; default: 1024")  # fmt: skip
 
     def recipe(args: Namespace) -> dict[str, Any]:
         preset = args.preset or ("demo" if args.dataset == "generated" else "default")
@@ -291,16 +237,13 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     args.models, args.splits = (
         list(dict.fromkeys(named)) for named in (args.models, args.splits)
     )
-    count = 1 if args.dataset == "ogbn-arxiv" else 10
-    if max(args.splits) >= count:
-        parser.error(f"--splits must be below {count} for {args.dataset}")
+    if max(args.splits) >= 10:
+        parser.error("--splits must be below 10")
     if (args.clusters or 1) < WORLD:
         parser.error(f"{WORLD} processes need --clusters, at least as many")
     if args.clusters and find_spec("pymetis") is None:
         parser.error("--clusters needs METIS: install the extra 'metis'")
-    if args.neighbors and not (WITH_TORCH_SPARSE or WITH_PYG_LIB):
-        parser.error("--neighbors needs PyG's sampler: install torch-sparse or pyg-lib")
-    how = "neighbors" if args.neighbors else f"clusters{args.clusters or 1}"
+    how = f"clusters{args.clusters or 1}"
     depth = f"layers{args.num_layers}"
     parts = [args.dataset, *args.models, how, args.preset, depth, f"seed{args.seed}"]
     name = "-".join(parts)

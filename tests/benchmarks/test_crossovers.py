@@ -9,7 +9,10 @@ ROOT = Path(__file__).parents[2]
 def crossovers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import crossovers
+    import timing
 
+    # Beside thousands of tests, collecting garbage takes most of a second.
+    monkeypatch.setattr(timing.gc, "collect", lambda: 0)
     return crossovers
 
 

@@ -15,6 +15,12 @@ import timing
 RESULTS = Path(options.__file__).parent / "results"
 
 
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch):
+    """Beside thousands of tests, collecting garbage takes most of a second."""
+    monkeypatch.setattr(timing.gc, "collect", lambda: 0)
+
+
 def test_interleave_takes_turns_and_drops_the_first_round():
     calls, numbers = [], count(10)
 

@@ -225,9 +225,8 @@ def test_layers_of_one_model_do_not_lose_sizes(name: str, dynamic: bool):
 @pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None, reason="needs C++"
 )
-@pytest.mark.parametrize(
-    ("name", "dynamic"),
-    [("KHopAttentionConv", False), ("PLSTMConv-bfs", True), ("HybridModel", True)],
-)
-def test_models_compile_to_native_code(name: str, dynamic: bool):
-    compiles(name, "inductor", dynamic, sizes=[5, 8])
+def test_models_compile_to_native_code():
+    """Stacks of others compile to kernels with known sizes above; `test_all_convs` has
+    native code of single layers.
+    """
+    compiles("KHopAttentionConv", "inductor", dynamic=True, sizes=[5, 8])

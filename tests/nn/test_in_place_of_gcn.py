@@ -21,7 +21,6 @@ from torch_geometric.nn import (
     MessagePassing,
     SAGPooling,
     Sequential,
-    TopKPooling,
     global_add_pool,
     global_max_pool,
     global_mean_pool,
@@ -142,10 +141,9 @@ def test_graphs(conv, graphs: Batch):
 
 
 @every_layer
-@pytest.mark.parametrize("pooling", ["topk", "sag"])
-def test_pooling(conv, pooling: str, graphs: Batch):
-    """PyG's `examples/proteins_topk_pool.py`; the pooling's own layer has 1 channel."""
-    pool_of = TopKPooling if pooling == "topk" else partial(SAGPooling, GNN=conv)
+def test_pooling(conv, graphs: Batch):
+    """PyG's `examples/proteins_topk_pool.py`, with a layer of 1 channel that pools."""
+    pool_of = partial(SAGPooling, GNN=conv)
 
     class Net(torch.nn.Module):
         def __init__(self):

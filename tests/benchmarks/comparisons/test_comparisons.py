@@ -105,7 +105,6 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (arrow_pointing, "--model vit --mode P"),
         (tudataset, "--folds 2"),
         (node_classification, "--dataset actor --splits 3 10"),
-        (node_classification, "--clusters 4 --neighbors 5"),
         (image_grid, "--dataset mnist --image-size 32"),
         (masked_lm, "--causal --models depths"),
         (masked_lm, "--causal --length 3 --prompt abc"),

@@ -33,8 +33,14 @@ def options(study):
     return [(arm, option) for arm, found in study.arms.items() for option in found[1]]
 
 
+@pytest.mark.parametrize(
+    "study",
+    [(name, tasks[-1] if tasks else None) for name, tasks in STUDIES.items()],
+    ids=STUDIES,
+    indirect=True,
+)
 def test_models_have_one_size(study):
-    """With one norm, as sizes are the same with the other."""
+    """With one norm and task, as models of others differ by few inputs and outputs."""
 
     def size(*kind):
         sizes = study.sizes(*kind, 64)

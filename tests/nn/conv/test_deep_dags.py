@@ -49,7 +49,7 @@ def case_of(name: str, length: int, dtype: torch.dtype = torch.float32) -> Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_their_formulas(name: str, dtype: torch.dtype):
-    case = case_of(name, 150, dtype)
+    case = case_of(name, 100, dtype)  # the formula inverts dense matrices
     result = check(case)
     assert result.status == "right", (result, str(case))
 
