@@ -368,7 +368,8 @@ def mesh(steps: int) -> Any:
     sys.path.append(str(ROOT / "benchmarks" / "comparisons"))
     from meshes import draw_graph, harmonic_extension, unexplained
 
-    # The third of those of 20,000 nodes in the comparison, whose seed is 3.
+    # The third of those of 20,000 nodes in the comparison, whose seed is 3; in tests a
+    # small one.
     size = 20_000 if steps > 1 else 2000
     data = AddEliminationOrder()(draw_graph("poisson", size, [3, 2]))
     model = GraphModel.from_pretrained(ROOT / "docs" / "weights" / "poisson_meshes")

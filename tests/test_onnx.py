@@ -1,4 +1,6 @@
-"""Layers and models in onnxruntime, for graphs of other sizes than the exported one."""
+"""Layers and encoders of sequences in onnxruntime, for graphs of other sizes than the
+exported one (a `GraphModel`: docs/export.md).
+"""
 
 import io
 from collections.abc import Callable, Iterable

@@ -19,11 +19,11 @@ Arms, with the option that each searches (see ``protocol.py``):
 * ``gat``: residual blocks of GAT; depth
 * ``mlp``: a network of each node alone; depth
 
-But for sources, features of nodes are noise, and where all neighbours are alike, so are
-their means, weighted or not: with ``--degrees``, models read numbers of neighbours too.
-
 Beside them is the median of the distances in training. ``mae`` is the mean absolute
 error in hops, of all nodes or graphs.
+
+Features of nodes are random numbers, and in ``sssp`` the mark of the source. With
+``--degrees``, models read numbers of neighbours, too.
 """
 
 import sys

@@ -225,8 +225,8 @@ def test_layers_of_one_model_do_not_lose_sizes(name: str, dynamic: bool):
 @pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None, reason="needs C++"
 )
-def test_models_compile_to_native_code():
-    """Stacks of others compile to kernels with known sizes above; `test_all_convs` has
-    native code of single layers.
+def test_a_model_compiles_to_native_code():
+    """One stack; of the others, only sizes are checked above. `test_all_convs` has
+    native code of a single layer.
     """
     compiles("KHopAttentionConv", "inductor", dynamic=True, sizes=[5, 8])

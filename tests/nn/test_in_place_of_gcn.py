@@ -142,7 +142,9 @@ def test_graphs(conv, graphs: Batch):
 
 @every_layer
 def test_pooling(conv, graphs: Batch):
-    """PyG's `examples/proteins_topk_pool.py`, with a layer of 1 channel that pools."""
+    """PyG's `examples/proteins_topk_pool.py`, but with `SAGPooling`, whose scores are
+    those of a layer of 1 channel.
+    """
     pool_of = partial(SAGPooling, GNN=conv)
 
     class Net(torch.nn.Module):

@@ -429,7 +429,7 @@ def assert_compiles(make, kind: str, backend: str, dynamic: bool, in_layer: bool
     layer = GPSLayer(CHANNELS, mixer=conv) if in_layer else conv
     layer.double().eval()  # some gradients are so small that float32 rounds them away
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=backend)
-    for rows in (2, 4, 5) if dynamic else (4,):  # else each is compiled anew
+    for rows in (2, 4, 5) if dynamic else (4,):  # compiled anew for each size
         x, index, batch = new_graph(kind, rows)
         x, kwargs = x.double(), {"batch": batch} if takes_batch else {}
         results = []
@@ -445,7 +445,9 @@ def assert_compiles(make, kind: str, backend: str, dynamic: bool, in_layer: bool
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compile(name: str):
-    """Structure that was never computed before, for several sizes, without a break."""
+    """Structure that was never computed before, for several sizes if these are dynamic,
+    without a break.
+    """
     number = list(COMPILED).index(name)
     backend, dynamic = SETTINGS[number % len(SETTINGS)]
     assert_compiles(*COMPILED[name], backend, dynamic, in_layer=number % 2 == 1)

@@ -1,4 +1,4 @@
-"""Several projected at once: equal to each one alone, and no hook is left out."""
+"""Several projections at once: equal to each one alone, and no hook is left out."""
 
 import pytest
 import torch
