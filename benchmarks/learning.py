@@ -122,7 +122,7 @@ def build(name: str, task: Task) -> GraphModel:
     """
     channels = SETTINGS["channels"]
 
-    def layer(index: int, mlp_channels: int) -> GPSLayer:
+    def layer(mlp_channels: int) -> GPSLayer:
         edge_dim = None if task.edge_dim is None else channels
         conv: Module = GatedGCNConv(channels, channels, edge_dim)
         if name == "gcn":
@@ -136,9 +136,9 @@ def build(name: str, task: Task) -> GraphModel:
             mlp_channels=mlp_channels,
         )
 
-    indices = range(SETTINGS["layers"])
+    layers = range(SETTINGS["layers"])
     hidden = mlp_channels(
-        lambda hidden: sum(count_parameters(layer(index, hidden)) for index in indices),
+        lambda hidden: sum(count_parameters(layer(hidden)) for _ in layers),
         SETTINGS["parameters_of_layers"],
     )
     encodings = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
@@ -147,7 +147,7 @@ def build(name: str, task: Task) -> GraphModel:
         task.in_channels,
         channels,
         task.out_channels,
-        lambda index: layer(index, hidden),
+        lambda _: layer(hidden),
         SETTINGS["layers"],
         edge_dim=None if name == "gcn" else task.edge_dim,
         head="node" if task.distance else "graph",
