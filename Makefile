@@ -113,8 +113,8 @@ docs: $(STAMP)  ## build the documentation into docs/_build/html
 	rm -rf docs/_build docs/generated
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
 
-bench: $(STAMP)  ## measure the mixing layers against their neighbours
-	$(BIN)/python benchmarks/mixing.py $(ARGS)
+bench: $(STAMP)  ## measure layers beside what one would use instead
+	$(BIN)/python benchmarks/layers.py $(ARGS)
 
 bench-gpu: $(STAMP)  ## measure layers, then operators, on a GPU
 	$(BIN)/python benchmarks/layers.py --device cuda $(ARGS)

@@ -28,8 +28,7 @@ import torch
 import torch.nn.functional as F
 from json_files import write_json
 from options import add_output, output
-from overhead import new_graphs
-from timing import machine, show
+from timing import machine, new_graphs, show
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn import Module, MultiheadAttention

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from json_files import write_json
 from options import add_output, output
-from timing import Timing, interleave, machine, ratio, show, summary
+from timing import Timing, interleave, machine, ratio, show, shown, summary
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention
 from torch_geometric.nn import GPSConv
@@ -240,21 +240,15 @@ def report(results: list[dict[str, Any]]) -> str:
     """The table of the documentation, in Markdown."""
     lines = ["| graphs | ours | instead | ratio |", "| --- | --- | --- | --- |"]
     for row in results:
-        shown = {x: _shown(y["total"]["median"]) for x, y in row["times"].items()}
-        ours, *others = [name for name in shown if not name.endswith("unchecked")]
-        cells = [f"`{name}` {shown[name]}" for name in (ours, *others)]
-        if f"{ours}, unchecked" in shown:
-            cells[0] += f" ({shown[f'{ours}, unchecked']} unchecked)"
+        texts = {x: shown(y["total"]["median"]) for x, y in row["times"].items()}
+        ours, *others = [name for name in texts if not name.endswith("unchecked")]
+        cells = [f"`{name}` {texts[name]}" for name in (ours, *others)]
+        if f"{ours}, unchecked" in texts:
+            cells[0] += f" ({texts[f'{ours}, unchecked']} unchecked)"
         last = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         instead = cells[1] if others else "not tried"
         lines.append(f"| {row['name']} | {cells[0]} | {instead} | {last} |")
     return "\n".join(lines)
-
-
-def _shown(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.{0 if seconds > 0.01 else 1}f} ms"
 
 
 def main() -> None:

@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from json_files import write_json
 from learning_tasks import NOT_ASKED, TASKS, WALK, Task, load
-from report import VERDICTS, verdicts
 from sklearn.metrics import average_precision_score
 from timing import show, table, write_figure
 from torch import Tensor
@@ -81,18 +80,6 @@ LIMITS = {
     **{("graph-mamba", task): "c" for task in TRAVEL},
     ("chimera", "parity"): "d",
 }
-#: What must be learned in a default run, for hard nodes if the task has them.
-AT_LEAST = {
-    "nearest-source": {"chimera": 0.9, "plstm": 0.9},
-    "ring-transfer": {"chimera": 0.95, "plstm": 0.95},
-    "tree-match": {"chimera": 0.7, "plstm": 0.7},
-    "path-sum": {"chimera": 0.9, "plstm": 0.9},
-    "weighted-nearest": {"chimera": 0.9, "plstm": 0.8},
-    "reachability": {"chimera": 0.95, "plstm": 0.95},
-    "parity": {"plstm": 0.9},
-    "peptides": {"chimera": 0.8, "plstm": 0.8},
-}
-
 
 # Models ------------------------------------------------------------------------------
 
@@ -292,7 +279,7 @@ def values(results: dict[str, Any], task: str, mixer: str, key: str) -> list[flo
 
 
 def report(results: dict[str, Any]) -> str:
-    """The table, the reasons that it refers to, and the targets."""
+    """The table, and the reasons that it refers to."""
     mixers = [x for x in MIXERS if any(x == row["mixer"] for row in results["runs"])]
     lines, named = [["", "guessing", *mixers]], set()
     for task, key, title in rows_of(results):
@@ -315,13 +302,6 @@ def report(results: dict[str, Any]) -> str:
         "\n".join(f"  {key}: {why}" for key, why in REASONS.items() if key in named),
         f"Steps of training\n{table(steps_of(results, mixers))}",
     ]
-    body = [
-        [row["what"], row["target"], f"{row['value']:.3f}", VERDICTS[row["reached"]]]
-        for row in results["targets"]
-        if row["value"] is not None
-    ]
-    if body:
-        blocks.append(f"Figures to reach\n{table(body)}")
     return "\n\n".join(filter(None, blocks))
 
 
@@ -331,20 +311,6 @@ def steps_of(results: dict[str, Any], mixers: list[str]) -> list[list[str]]:
         found = [values(results, task, mixer, "steps") for mixer in mixers]
         lines.append([task, *(f"{mean(x):,.0f}" if x else "-" for x in found)])
     return lines
-
-
-def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets, with the worst seed's scores; none in smoke tests."""
-    figures: dict[str, tuple[float, float | None]] = {}
-    if results["settings"]["smoke"]:
-        return []
-    for task, bounds in AT_LEAST.items():
-        key = "hard" if TASKS[task].distance else "score"
-        for mixer, bound in bounds.items():
-            what = ", ".join(filter(None, (mixer, task, TASKS[task].hard)))
-            found = values(results, task, mixer, key)
-            figures[what] = bound, min(found, default=None)
-    return verdicts({}, figures)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -421,7 +387,6 @@ def main(argv: list[str] | None = None) -> None:
         measure(args, results)
     except KeyboardInterrupt:
         raise SystemExit(f"Stopped: --resume goes on with {args.out}") from None
-    results["targets"] = targets(results)
     write_json(args.out, results)
     plot(results, args.out.with_suffix(".png"))
     show("")

@@ -24,8 +24,7 @@ from unittest.mock import patch
 import torch
 from json_files import write_json
 from options import add_output, output
-from overhead import new_graphs
-from timing import machine, show, table
+from timing import machine, new_graphs, show, table
 from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import BaseTransform
 from workloads import PEPTIDES, Workload, peptides

@@ -21,10 +21,12 @@ from scipy.sparse import csc_array, csr_array
 from scipy.sparse.linalg import splu, spsolve, spsolve_triangular
 from timing import Timing, interleave, machine, ratio, show, summary, table
 from torch import Tensor
-from workloads import MAX_DENSE, planar
+from workloads import planar
 
 from pyg_chimera.ops import solve
 
+#: The most nodes for which dense matrices are tried.
+MAX_DENSE = 2048
 COLUMNS, BUDGET = 8, 20  #: right-hand sides; seconds of a solver's repetitions
 #: Solutions, and gradients of weights and right-hand sides.
 Results = tuple[Tensor, ...]

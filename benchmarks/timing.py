@@ -8,7 +8,8 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 import pyg_chimera
+from pyg_chimera.ops.common import cache as caches
 
 # ------------------------------------------------------------------------------- time
 
@@ -95,6 +97,14 @@ def ratio(rounds: Rounds, others: Rounds) -> float | None:
     # Slow steps may not have run in the same rounds.
     both = [[x.total for x in y if x is not None] for y in (rounds, others)]
     return median(both[0]) / median(both[1]) if all(both) else None
+
+
+@contextmanager
+def new_graphs() -> Iterator[None]:
+    """A context in which no graph is cached."""
+    empty = type(caches._CACHE)(caches._CACHE.size)
+    with patch.object(caches, "_CACHE", empty):
+        yield
 
 
 # ----------------------------------------------------------------------------- memory
@@ -234,6 +244,13 @@ def show(text: str) -> None:
     """Shows the current activity, if on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def shown(seconds: float) -> str:
+    """Seconds, as in tables."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.{0 if seconds > 0.01 else 1}f} ms"
 
 
 def table(rows: Iterable[Iterable[str]]) -> str:

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import remove_self_loops, to_undirected
 
-from pyg_chimera.ops.structure import diameter
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("PYG_CHIMERA_SHARED", REPOSITORY.parent / "shared"))
 #: Where the raw file of Peptides-func is expected.
@@ -24,9 +22,6 @@ PEPTIDES = SHARED / "data" / "peptides-functional"
 HETEROPHILOUS = SHARED / "data" / "heterophilous"
 #: Where processed and generated graphs are kept.
 DATA = REPOSITORY / "data"
-
-#: The most nodes of a graph for which dense float64 matrices are used for comparison.
-MAX_DENSE = 2048
 
 
 @dataclass
@@ -41,11 +36,6 @@ class Workload:
     def __post_init__(self) -> None:
         self.num_nodes = self.batch.numel()
         self.num_edges = self.edge_index.size(1)
-        self.largest = int(self.batch.bincount().max())  #: nodes of the largest graph
-        self.num_terms = -1  #: the diameter, for finite sums; -1 if not compared
-        if self.largest <= MAX_DENSE:
-            hops = diameter(self.edge_index, self.num_nodes, self.batch)
-            self.num_terms = int(torch.as_tensor(hops).max())
 
     @classmethod
     def of(cls, part: str, name: str, graphs: list[Data]) -> "Workload":

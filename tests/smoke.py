@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,27 +50,6 @@ def benchmark(shell, tmp_path):
 
 def is_picture(path: Path) -> bool:
     return path.stat().st_size > 10_000
-
-
-def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[dict]:
-    """Rows of layers: nothing failed, and all but other layers were compared."""
-    rows = results["layers"]
-    assert {row["problem"] for row in rows} == {None}
-    for row in rows:
-        assert row["forward"]["min"] > 0
-        both = row["total"]["min"] > row["forward"]["min"]
-        assert both == (row.get("part") != "evaluation")
-    assert {row["by_auto"] for row in rows if row["case"] == row["base"]} == {1.0}
-    compared = {(row["workload"], row["case"]) for row in results["errors"]}
-    timed = {(row["workload"], row["case"]) for row in rows}
-    assert {case for _, case in timed - compared} == not_compared
-    assert max(row["worst"] for row in results["errors"]) <= 1e-5
-    verdicts = {row["what"]: row["reached"] for row in results["targets"]}
-    assert verdicts["largest relative error"] is True
-    assert {x for what, x in verdicts.items() if "batch of 64" in what} <= {None}
-    parts = [row["part"] for row in rows]
-    assert {part: parts.count(part) for part in parts} == sizes
-    return rows
 
 
 @pytest.mark.parametrize(
@@ -177,59 +155,15 @@ def test_amplitudes(benchmark):
         assert str(row) in printed
 
 
-def test_mixing(benchmark, tmp_path):
-    results, printed = benchmark("mixing")
-    assert is_picture(tmp_path / "smoke.png")
-    assert "Figures to reach" in printed
-    others = {"GPSConv multihead", "GPSConv performer"}
-    sizes = {"peptides": 16, "planar": 32, "filling": 16}
-    timed_and_right(results, others, sizes)
-    errors = results["errors"][0]["errors"]
-    assert {"output", "gradient of x", "gradient of lin_delta.weight"} <= set(errors)
-    assert {(row["from"], row["to"]) for row in results["growth"]} == {(32, 128)}
-    assert len(results["structure"]) == 4
-    assert results["dataset"]["graphs"] > 0
-
-
-def test_scanning(benchmark, tmp_path):
-    results, printed = benchmark("scanning")
-    assert is_picture(tmp_path / "smoke.png")
-    assert "Figures to reach" in printed
-    command = results["machine"]["command"]
-    assert command.startswith("python benchmarks/scanning.py")
-    assert results["machine"]["versions"]["torch"] == torch.__version__
-    others = {"attention", "MultiheadAttention", "GPSConv multihead", "GATConv"}
-    sizes = {"peptides": 4, "layers": 4, "grids": 8, "sequences": 8, "grid-layers": 4}
-    sizes |= {"small-grids": 2}
-    timed_and_right(results, others, sizes)
-    steps = {(row["part"], row["from"], row["to"]) for row in results["growth"]}
-    assert steps == {("grids", 9, 36), ("sequences", 8, 32)}
-    assert len(results["rates"]) == 8
-    assert all(row["rate"] > 0 for row in results["rates"])
-
-
-def test_sequences(benchmark, tmp_path):
-    results, printed = benchmark("sequences")
-    assert is_picture(tmp_path / "smoke.png")
-    assert "Figures to reach" in printed
-    command = results["machine"]["command"]
-    assert command.startswith("python benchmarks/sequences.py")
-    others = {"ChimeraConv", "PLSTMConv", "ChimeraPathConv", "GPSLayer, GraphMambaConv"}
-    sizes = {
-        "scan": 4,
-        "layers": 6,
-        "evaluation": 3,
-        "sequences": 4,
-        "graphs": 12,
-        "channels": 4,
-        "paths": 4,
-    }
-    others |= {"GPSConv multihead", "GPSConv performer"}
-    rows = timed_and_right(results, others, sizes)
-    steps = {(row["part"], row["from"], row["to"]) for row in results["growth"]}
-    assert steps == {("sequences", 8, 32)}
-    nodes = {row["nodes_per_graph"] for row in rows if row["part"] == "graphs"}
-    assert nodes == {8, 16}
+def test_decisions(benchmark):
+    results, printed = benchmark("decisions")
+    rows = results["decisions"]
+    assert len(rows) == 10
+    for row in rows:
+        assert max(row["errors"].values()) < 1e-5
+        assert row["times"].keys() == row["ratios"].keys() == row["errors"].keys()
+        assert min(row["ratios"].values()) > 0
+        assert f"| {row['name']} | " in printed
 
 
 def test_orders(benchmark):
@@ -316,16 +250,6 @@ def test_epochs(benchmark):
         assert sum(row["shares"].values()) == pytest.approx(1)
         assert min(row["shares"].values()) >= 0
         assert f"| {row['task']} | {row['mixer']} |" in printed
-
-
-def test_attention(benchmark):
-    results, printed = benchmark("attention")
-    rows = results["attention"]
-    assert len(rows) == 3
-    for row in rows:
-        assert {x["case"] for x in row["errors"]} == set(row["ratios"])
-        assert row["ratios"]["torch"] == 1
-        assert row["name"] in printed
 
 
 def test_layers(benchmark):
