@@ -102,13 +102,13 @@ class ClusterData(Dataset):
         return self.partition.partptr.numel() - 1
 
     def __getitem__(self, index: int | slice | Sequence[int]) -> Data:
-        """A cluster; or of several, the subgraph of all their nodes."""
+        """A cluster; or of several, each once, the subgraph of all their nodes."""
         if isinstance(index, slice):
             index = range(len(self))[index]
         which = torch.as_tensor(index).view(-1)
         if not ((which >= -len(self)) & (which < len(self))).all():
             raise IndexError(f"clusters are from 0 to {len(self) - 1}, got {index}")
-        which = which % len(self)
+        which = (which % len(self)).unique()
         node_perm, partptr, edge_perm, edge_ptr = self.partition
         node = _concatenate_slices(node_perm, partptr, which).sort().values
         edge = _concatenate_slices(edge_perm, edge_ptr, which).sort().values

@@ -83,6 +83,9 @@ def test_clusters_are_indexed_as_sequences_are():
     clusters = ClusterData(field(), 6, log=False)
     assert torch.equal(clusters[-1].n_id, clusters[5].n_id)
     assert torch.equal(clusters[::-2].n_id, clusters[[1, 3, 5]].n_id)
+    twice = clusters[[2, 4, -4]]  # as by a sampler that draws with replacement
+    assert torch.equal(twice.n_id, clusters[[2, 4]].n_id)
+    assert torch.equal(twice.edge_index, clusters[[2, 4]].edge_index)
 
 
 def test_numbers_of_nodes_that_are_given_stay():

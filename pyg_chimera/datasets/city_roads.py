@@ -170,7 +170,7 @@ class CityRoads(InMemoryDataset):
             length=edges[:, 0].float(),
             pos=nodes[:, :2].clone(),
             y=raw["label"].long(),
-            eccentricity=raw["eccentricity"],
+            eccentricity=raw["eccentricity"].float(),
         )
         order = np.random.RandomState(self.seed).permutation(num_nodes)
         ends = np.cumsum([0, *(int(num_nodes * share) for share in self.shares)])

@@ -86,8 +86,8 @@ class SampleSensors(BaseTransform):
     iterated to the end. Heads of tanks and reservoirs are not read. It takes 14
     solutions of sparse systems, which need no order of their own if the graph has an
     :obj:`elimination_rank`. Reads :obj:`edge_index`, :obj:`conductance`,
-    :obj:`edge_attr`, :obj:`demand` and :obj:`flow_power` as :class:`WaterNetworks`
-    makes them.
+    :obj:`edge_attr`, :obj:`demand`, :obj:`flow_power`, :obj:`node_type`,
+    :obj:`elevation` and :obj:`y` as :class:`WaterNetworks` makes them.
 
     Args:
         share (float, optional): The share of the junctions whose head is known that
@@ -118,7 +118,8 @@ class SampleSensors(BaseTransform):
         if self.seed is None:
             order = torch.randperm(len(junctions))
         else:
-            rng = np.random.default_rng([self.seed, int(data.state), len(junctions)])
+            state = int(data.get("state", 0))
+            rng = np.random.default_rng([self.seed, state, len(junctions)])
             order = torch.from_numpy(rng.permutation(len(junctions)))
         sensors = torch.zeros(data.num_nodes, dtype=torch.bool)
         sensors[junctions[order[:count]]] = True

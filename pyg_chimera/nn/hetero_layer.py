@@ -68,7 +68,8 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
             (default: :obj:`-1`)
         edge_dim (int or Dict[Tuple[str, str, str], int], optional): Size of the edge
             features of every edge type, or of those types that have any; :obj:`-1` to
-            derive it from the first input. (default: :obj:`None`, no edge features)
+            derive it from the first input, :obj:`0` for none. (default: :obj:`None`, no
+            edge features)
 
     Shapes:
         - **inputs:**
@@ -124,6 +125,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         _check_types("in_channels", in_channels, node_types)
         _check_types("metadata", node_types, in_channels, "'in_channels'")
         _check_types("edge_dim", edge_dim, edge_types)
+        sizes = {t: check_integer("edge_dim", n, -1) for t, n in edge_dim.items()}
 
         self.channels = channels
         self.node_types = node_types
@@ -141,7 +143,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
             {name: Linear(size, channels) for name, size in in_channels.items()}
         )
         self.edge_lins = ModuleDict(
-            {t: Linear(size, channels, bias=False) for t, size in edge_dim.items()}
+            {t: Linear(n, channels, bias=False) for t, n in sizes.items() if n}
         )
         self.type_vectors = Embedding(len(edge_types), channels)
         self.edge_masks = ModuleDict({key: _EdgeMask() for key in edge_types})

@@ -147,10 +147,11 @@ class EventsToDAG(Transform):
             rest = torch.arange(first, t.numel(), device=t.device)
             states = torch.cat([out.carried, rest])
             source, target = (torch.searchsorted(states, y) for y in (source, target))
-            data, x = data[start:], x[states]
+            x = x[states]
         for key, value in data.to_dict().items():
             if key not in ("src", "dst", "t", "msg"):
-                out[key] = value
+                of_events = getattr(value, "shape", ())[:1] == ends.shape[:1]
+                out[key] = value[first // 2 :] if of_events else value
         out.x = x
         out.edge_index = torch.stack([source, target])
         out.edge_attr = torch.cat([F.one_hot(kinds, _KINDS).to(x), gap.unsqueeze(1)], 1)

@@ -93,7 +93,7 @@ def _to_tensor(image: Any) -> Tensor:
     # Whoever has a PIL image has imported PIL.
     pil = sys.modules.get("PIL.Image")
     if pil is not None and isinstance(image, pil.Image):
-        image = np.array(image.convert("RGB") if image.mode == "P" else image)
+        image = np.array(image.convert("RGB") if image.mode in ("P", "PA") else image)
     wanted = (
         "The image must be a tensor of shape [C, H, W] or [H, W], an array of shape "
         "[H, W, C] or [H, W], or a PIL image"

@@ -1,7 +1,7 @@
 import copy
 import math
 from collections.abc import Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
 
+from pyg_chimera.ops.common.cache import scrambled
 from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.ops.structure.checksum import SUFFIX, checksum
 from pyg_chimera.transforms._inputs import Transform
@@ -48,12 +49,14 @@ class PadBatch(Transform):
     Adds :obj:`pad_node_mask`, :obj:`pad_edge_mask` and :obj:`pad_graph_mask`, bool
     :math:`[|\mathcal{V}|]`, :math:`[|\mathcal{E}|]` and :math:`[B]`, in which padding
     is :obj:`False`, as by :class:`torch_geometric.transforms.Pad`. An added edge leads
-    from one of two added nodes to the other, so that acyclic graphs remain so.
-    Attributes of nodes, edges and graphs are zero there, but :obj:`elimination_rank`,
-    :obj:`topological_rank` and checksums are those of the added graphs, which
-    :obj:`height` and :obj:`width` make grids of one row, and further
-    :obj:`"..._index"` of shape :math:`[2, *]` hold pairs as :obj:`edge_index` does. An
-    :class:`~torch_geometric.EdgeIndex` becomes a plain tensor.
+    from one of two added nodes to the other, so that acyclic graphs remain so; if all
+    graphs are undirected, every other one leads back, and an odd one from a node to
+    itself. Several may join the same two nodes. Attributes of nodes, edges and graphs
+    are zero there, but :obj:`elimination_rank`, :obj:`topological_rank` and checksums
+    are those of the added graphs, which :obj:`height` and :obj:`width` make grids of
+    one row, and further :obj:`"..._index"` of shape :math:`[2, *]` hold pairs as
+    :obj:`edge_index` does. An :class:`~torch_geometric.EdgeIndex` becomes a plain
+    tensor.
 
     As in PyG, what has a row for each node or edge of each graph is an attribute of
     these, and for graphs with as many nodes as edges, of edges if the name contains
@@ -138,9 +141,13 @@ class PadBatch(Transform):
         pairs = _shares(more_nodes // 2, added)
         parts = [2 * number for number in pairs]
         parts[-1] += more_nodes % 2
+        both = {key for key in kinds if _undirected(key, graphs, nodes)}
+        unit = 2 if "edge_index" in both else 1
+        rows = [unit * number for number in _shares(more_edges // unit, added)]
+        rows[-1] += more_edges % unit
         padding = [
-            _padding(graphs[0], kinds, *sizes)
-            for sizes in zip(parts, _shares(more_edges, added), strict=True)
+            _padding(graphs[0], kinds, both, *sizes)
+            for sizes in zip(parts, rows, strict=True)
         ]
         out = Batch.from_data_list([*graphs, *padding], follow_batch=follow)
         for kind, number, more in (
@@ -229,12 +236,31 @@ def _check_names(names: list[set[str]]) -> None:
         )
 
 
-def _padding(graph: Data, kinds: dict[str, str], num_nodes: int, num_edges: int) -> Any:
+def _is_pairs(key: str, value: Any) -> bool:
+    """Whether an attribute is a list of edges."""
+    return "index" in key and list(getattr(value, "shape", []))[:-1] == [2]
+
+
+def _undirected(key: str, graphs: Sequence[Data], nodes: list[int]) -> bool:
+    """Whether each edge of each graph has a reverse, by a sum of hashes."""
+    if not _is_pairs(key, graphs[0][key]):
+        return False
+    each = [graph[key].long() for graph in graphs]
+    firsts = [0, *accumulate(nodes)]
+    edges = torch.cat([x + first for x, first in zip(each, firsts, strict=False)], 1)
+    there, back = (scrambled(a * firsts[-1] + b) for a, b in (edges, edges.flip(0)))
+    return int((there - back).sum()) == 0
+
+
+def _padding(
+    graph: Data, kinds: dict[str, str], both: set[str], num_nodes: int, num_edges: int
+) -> Any:
     """A graph of pairs of nodes, with attributes like those of another graph."""
     out = copy.copy(graph)
     out.num_nodes = num_nodes
-    if "edge_index" in kinds:
-        out.edge_index = _pairs(graph.edge_index, num_edges, num_nodes)
+    if "edge_index" in kinds:  # of which checksums are
+        back = "edge_index" in both
+        out.edge_index = _pairs(graph.edge_index, num_edges, num_nodes, back)
     for key, kind in kinds.items():
         value = graph[key]
         if kind in ("node", "edge"):
@@ -249,8 +275,10 @@ def _padding(graph: Data, kinds: dict[str, str], num_nodes: int, num_edges: int)
         if kind == "graph" and key in ("height", "width"):
             if isinstance(value, (int, Tensor)):
                 out[key] += 1 if key == "height" else num_nodes
-        elif "index" in key and list(getattr(value, "shape", []))[:-1] == [2]:
-            out[key] = _pairs(value, out[key].size(1), num_nodes)
+        elif key == "edge_index":
+            continue
+        elif _is_pairs(key, value):
+            out[key] = _pairs(value, out[key].size(1), num_nodes, key in both)
         elif kind == "node" and key in _RANKS:
             out[key] += torch.arange(num_nodes, device=value.device) % 2
         elif kind == "node" and key.endswith(SUFFIX):
@@ -258,8 +286,12 @@ def _padding(graph: Data, kinds: dict[str, str], num_nodes: int, num_edges: int)
     return out
 
 
-def _pairs(like: Tensor, number: int, num_nodes: int) -> Tensor:
-    """Edges, each from one of two nodes to the other."""
-    source = torch.arange(number, device=like.device)
-    source = 2 * (source % max(num_nodes // 2, 1))
-    return torch.stack([source, source + 1]).to(like.dtype)
+def _pairs(like: Tensor, number: int, num_nodes: int, both: bool) -> Tensor:
+    """Edges, each from one of two nodes to the other, and, with `both`, back."""
+    edge = torch.arange(number, device=like.device)
+    pair, back = (edge // 2, edge % 2) if both else (edge, 0 * edge)
+    first = 2 * (pair % max(num_nodes // 2, 1))
+    pairs = torch.stack([first + back, first + 1 - back])
+    if both and number % 2:
+        pairs[1, -1] = pairs[0, -1]
+    return pairs.to(like.dtype)

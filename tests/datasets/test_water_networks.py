@@ -208,6 +208,14 @@ def test_states_vary(load, tiny):
     assert sources.max() - sources.min() > 2
 
 
+def test_networks_of_ones_own_need_no_number(load, tiny):
+    data = load(tiny)[0]
+    assert int(data.state) == 0
+    del data.state
+    mask = data.sensor_mask
+    assert torch.equal(SampleSensors(0.3, seed=0)(data).sensor_mask, mask)
+
+
 def test_no_head_but_those_of_sensors_is_in_the_inputs(load, tiny):
     data = load(tiny)[3]
     other = data.clone()

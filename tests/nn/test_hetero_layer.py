@@ -253,6 +253,18 @@ def test_missing_types():
     }  # fmt: skip
 
 
+def test_types_without_features():
+    """PyG has 0 for these in `data.num_edge_features`."""
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(METADATA[1], 0) | RATED
+    layer = HeteroLayer(ChimeraConv(C, edge_dim=C), C, METADATA, edge_dim=sizes)
+    assert [*layer.edge_lins.keys()] == [*RATED]
+    layer, data = layer.double(), drawn()
+    assert_same(called(layer, data), by_hand(layer, data))
+    with pytest.raises(ValueError, match="'edge_dim' must be an integer >= -1.*got -2"):
+        HeteroLayer(ChimeraConv(C, edge_dim=C), C, METADATA, edge_dim=-2)
+
+
 def test_lazy():
     torch.manual_seed(0)
     layer = HeteroLayer(

@@ -217,6 +217,14 @@ def test_a_part_is_that_of_the_whole(events, queries, start):
     assert back == {edge for edge in edges_of(whole) if edge[1] >= 2 * start}
 
 
+def test_attributes_of_a_part():
+    """Those of events are cut, others kept."""
+    events = stream((0, 1, 1), (1, 2, 2), (0, 2, 3))
+    events.y, events.name, events.size_of_all = torch.arange(3), "name", torch.tensor(9)
+    part = EventsToDAG()(events, None, 2)
+    assert (part.y.tolist(), part.name, part.size_of_all) == ([2], "name", 9)
+
+
 @pytest.mark.parametrize("edge_dim", [4, None])
 def test_parts_of_a_stream_give_what_the_whole_gives(edge_dim):
     """A model of two layers, each of which keeps its states of all events."""

@@ -103,7 +103,7 @@ def test_arrays():
 
 @pytest.mark.parametrize(
     ("mode", "channels"),
-    [("L", 1), ("RGB", 3), ("RGBA", 4), ("P", 3), ("1", 1), ("F", 1)],
+    [("L", 1), ("RGB", 3), ("RGBA", 4), ("P", 3), ("PA", 3), ("1", 1), ("F", 1)],
 )
 def test_pil_images(mode, channels):
     pil = pytest.importorskip("PIL.Image")
@@ -114,7 +114,7 @@ def test_pil_images(mode, channels):
     assert (out.height, out.width) == (2, 3)
     if mode == "RGB":
         assert out.x.equal(ImageToGraph(2)(array).x)
-    if mode == "P":
+    if mode in ("P", "PA"):
         assert out.x.equal(ImageToGraph(2)(np.asarray(image.convert("RGB"))).x)
     if mode in "1LF":
         assert out.x.max() == np.asarray(image).max() / (255 if mode == "L" else 1)

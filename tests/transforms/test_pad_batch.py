@@ -36,6 +36,7 @@ from pyg_chimera.transforms import (
     AddEliminationOrder,
     AddKHopIndex,
     AddTopologicalOrder,
+    DAGDecomposition,
     DirectedLineGraph,
     ImageToGraph,
     LaplacianEncoding,
@@ -95,7 +96,7 @@ def test_attributes():
     assert out.ptr.tolist() == out.x_ptr.tolist() == [0, 5, 6, 18, 21, 27, 32]
     assert torch.equal(out.x_batch, out.batch)
     source, target = out.edge_index[:, e:]
-    assert (target == source + 1).all()
+    assert ((target - source).abs() == 1).all()
     assert torch.equal(out.batch[source], out.batch[target])
     assert (out.batch[source] >= 4).all()
     assert torch.equal(out[2].x, graphs[2].x)
@@ -262,6 +263,25 @@ def test_further_edges_join_the_same_pairs():
     out = PadBatch()(graphs)
     added = ~out.pad_edge_mask
     assert torch.equal(out.other_index[:, added], out.edge_index[:, added])
+
+
+@pytest.mark.parametrize("loops", [0, 1])
+def test_undirected_graphs_remain_so(loops):
+    graphs = trees(5, 2, 12)
+    index = torch.cat([graphs[0].edge_index, torch.zeros(2, loops).long()], 1)
+    graphs[0] = Data(x=graphs[0].x, edge_index=index)
+    graphs = [Data(x=graph.x, edge_index=graph.edge_index) for graph in graphs]
+    out = PadBatch()(graphs)
+    assert out.is_undirected()
+    added = out.edge_index[:, ~out.pad_edge_mask]
+    assert int((added[0] == added[1]).sum()) == loops
+    dags = DAGDecomposition()(out)
+    x = torch.randn(out.num_nodes, C)
+    conv = ChimeraDAGConv(C, edge_dim=None)
+    assert conv(x, dags.dag_edge_index[0]).isfinite().all()
+    mixed = PadBatch()([graphs[0], Data(x=graphs[1].x, edge_index=index[:, :1])])
+    added = mixed.edge_index[:, ~mixed.pad_edge_mask]
+    assert (added[0] < added[1]).all()
 
 
 def test_graphs_without_nodes_or_edges():

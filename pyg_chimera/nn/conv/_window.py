@@ -25,7 +25,7 @@ def check_window(window: Any) -> tuple[int, int] | None:
     """Checks the rows and columns of a window, if there is one."""
     if window is None:
         return None
-    if not isinstance(window, tuple) or len(window) != 2:
+    if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(
             "'window' must be positive numbers of rows and columns, such as (3, 3), or "
             f"None, got {window!r}"

@@ -101,6 +101,7 @@ class MixtureOfDepths(Wrapper, torch.nn.Module):
         edge_index: Adj,
         batch: Tensor | None = None,
         edge_attr: Tensor | None = None,
+        pad_node_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         r"""Runs the forward pass of the module.
@@ -112,8 +113,9 @@ class MixtureOfDepths(Wrapper, torch.nn.Module):
         """
         if kwargs:
             raise ValueError(
-                "'batch' and 'edge_attr' are all that a MixtureOfDepths passes on, as "
-                f"other arguments belong to all nodes, got {sorted(kwargs)}"
+                "'batch', 'edge_attr' and 'pad_node_mask' are all that a "
+                "MixtureOfDepths passes on, as other arguments belong to all nodes, "
+                f"got {sorted(kwargs)}"
             )
         check_inputs(x, self.channels, batch)
         if self.acyclic and edge_attr is not None:
@@ -129,7 +131,10 @@ class MixtureOfDepths(Wrapper, torch.nn.Module):
         index, inside = _among(index, node, x.size(0), self.acyclic)
         attr = None if edge_attr is None else edge_attr[inside]
 
-        given = self._route.select({"batch": batch[node], "edge_attr": attr})
+        given = {"batch": batch[node], "edge_attr": attr}
+        if pad_node_mask is not None and self.accepts("pad_node_mask"):
+            given["pad_node_mask"] = pad_node_mask[node]
+        given = self._route.select(given)
         out = self._route.call(self.layer, x[node], index, batch[node], given)
         out, update = out if isinstance(out, tuple) else (out, None)
         if out.shape != x[node].shape:

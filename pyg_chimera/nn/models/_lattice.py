@@ -56,7 +56,7 @@ def lattice_layers(
         )
     is_grid, causal = num_dags == 4, num_dags == 1
     wanted = 2 if is_grid else 1
-    if size is not None and (not isinstance(size, tuple) or len(size) != wanted):
+    if size is not None and (not isinstance(size, tuple | list) or len(size) != wanted):
         raise ValueError(
             f"'size' must be the numbers of columns and rows of an image, got {size!r}"
         )

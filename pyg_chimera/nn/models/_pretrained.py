@@ -9,17 +9,19 @@ import operator
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
+from inspect import Parameter, signature
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["build", "load_model", "plain_arguments", "save_model"]
+__all__ = ["build", "load_model", "recorded", "save_model"]
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.pth", "README.md"
 #: Where classes are looked up, by name: no other code runs because a file says so.
@@ -59,6 +61,29 @@ def plain_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         except (TypeError, ValueError):  # functions, modules, what holds itself
             other.append(name)
     return plain, other
+
+
+P = ParamSpec("P")
+
+
+def recorded(init: Callable[P, None]) -> Callable[P, None]:
+    """A constructor that keeps its arguments, as `plain_arguments` has them. Those of
+    a subclass take the place of what it passes on.
+    """
+
+    @wraps(init)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        init(*args, **kwargs)
+        bound = signature(init).bind(*args, **kwargs)
+        bound.apply_defaults()
+        (_, model), *given = bound.arguments.items()
+        kinds, arguments = bound.signature.parameters, dict[str, Any]()
+        for name, value in given:
+            is_open = kinds[name].kind is Parameter.VAR_KEYWORD
+            arguments |= value if is_open else {name: value}
+        cast(Any, model)._arguments = plain_arguments(arguments)
+
+    return run
 
 
 def save_model(

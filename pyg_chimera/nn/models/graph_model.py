@@ -26,7 +26,7 @@ from pyg_chimera.nn.graph_batch_norm import masked_norm
 from pyg_chimera.nn.models._pretrained import (
     build,
     load_model,
-    plain_arguments,
+    recorded,
     save_model,
 )
 from pyg_chimera.ops.common.checks import (
@@ -213,6 +213,14 @@ class GraphModel(TakesTensors, torch.nn.Module):
         TypeError: In the forward method, if no layer accepts a further argument.
     """
 
+    _arguments: tuple[dict[str, Any], list[str]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = recorded(cls.__init__)  # type: ignore[method-assign]
+
+    @recorded
     def __init__(
         self,
         in_channels: int | Sequence[int],
@@ -235,10 +243,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
         structure: Mapping[str, str] | None = None,
         encodings: Mapping[str, torch.nn.Module] | None = None,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
-        self._arguments = plain_arguments(given)
-
         check_option("head", head, ("graph", "node", "edge"))
         check_option("decoder", decoder, ("dot", "mlp"))
         check_option("head_norm", head_norm, ("batch_norm", "layer_norm", None))
@@ -335,7 +340,12 @@ class GraphModel(TakesTensors, torch.nn.Module):
         from pyg_chimera import __version__
 
         plain, other = self._arguments
-        config = {"version": __version__, "arguments": plain, "missing": other}
+        config = {
+            "class": type(self).__name__,
+            "version": __version__,
+            "arguments": plain,
+            "missing": other,
+        }
         save_model(path, config, self.state_dict(), card)
 
     @classmethod
@@ -375,8 +385,8 @@ class GraphModel(TakesTensors, torch.nn.Module):
             model.load_state_dict(state)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"The model in {str(path)!r}, saved by version {config['version']}, "
-                f"does not fit: {error}"
+                f"The {config.get('class', 'model')} in {str(path)!r}, saved by "
+                f"version {config['version']}, does not fit: {error}"
             ) from error
         return model.eval()
 

@@ -24,6 +24,7 @@ from pyg_chimera.nn import (
 )
 from pyg_chimera.nn.hybrid.mixture_of_depths import contracted_dag
 from pyg_chimera.ops import CycleError
+from pyg_chimera.transforms import PadBatch
 
 C = 8
 BATCHES = torch.tensor(BATCH)  # 4, 1 and 2 nodes
@@ -240,6 +241,17 @@ def test_the_router_learns_which_nodes_matter():
     assert sum(found[-20:]) / 20 > 0.9
 
 
+def test_padded_batches():
+    """Padding is left out of norms within the layer, too."""
+    block = GPSLayer(C, mixer=SelfAttention(C, 2), norm="graph_batch_norm")
+    model = GraphModel(C, C, 2, [MixtureOfDepths(block, C, 0.5)], head="node").double()
+    graphs = [Data(x=nodes(n), edge_index=NO_EDGES) for n in (5, 2)]
+    out = model(**model.inputs(Batch.from_data_list(graphs)))
+    padded = PadBatch()(graphs)
+    assert padded.num_nodes > 7
+    assert_near(model(**model.inputs(padded))[:7], out, 1e-12)
+
+
 def test_bad_arguments():
     for capacity in (0, -0.5, 1.01, math.nan, math.inf):
         with pytest.raises(ValueError, match=r"'capacity' must be"):
@@ -247,7 +259,7 @@ def test_bad_arguments():
     x, index, conv = nodes(), edges_of(True), routing("dag")
     with pytest.raises(ValueError, match="'edge_attr' must be None"):
         conv(x, index, None, torch.randn(6, 3))
-    with pytest.raises(ValueError, match=r"'batch' and 'edge_attr' are all.*\['rank'"):
+    with pytest.raises(ValueError, match=r"'pad_node_mask' are all.*\['rank'"):
         conv(x, index, rank=torch.arange(7))
     with pytest.raises(CycleError, match="0 -> 1 -> 0"):
         conv(x, torch.tensor([[0, 1], [1, 0]]))

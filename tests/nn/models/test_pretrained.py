@@ -10,8 +10,15 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
-from pyg_chimera.nn import GraphModel, RandomWalkEncoder
+from pyg_chimera.nn import (
+    GraphModel,
+    HybridModel,
+    ImageClassifier,
+    RandomWalkEncoder,
+    SequenceEncoder,
+)
 from pyg_chimera.nn.models._pretrained import build
+from pyg_chimera.transforms import ImageToGraph, SequenceToGraph
 
 ROOT = Path(__file__).parents[3]
 C = 8
@@ -101,6 +108,44 @@ def test_what_is_no_plain_data_is_passed_again(tmp_path):
     again = {"encodings": {"walk": RandomWalkEncoder(4, 2)}, "layers": sage}
     loaded = GraphModel.from_pretrained(tmp_path / "saved", **again)
     assert torch.equal(answer(loaded, data), answer(model, data))
+
+
+class Narrow(GraphModel):
+    """A model of a user's."""
+
+    def __init__(self, width: int, **kwargs):
+        super().__init__(3, width, 2, LAYER["mixer"], 2, **kwargs)
+
+
+IMAGE, TEXT = ImageToGraph(2)(torch.rand(3, 4, 6)), SequenceToGraph("abc")("abcab")
+OWN = {
+    "hybrid": (lambda: HybridModel(3, C, 2, 3, kind="sequence", head="node"), None),
+    "preset": (lambda: HybridModel.preset("proposed", 3, C, 2, num_layers=4), None),
+    "image": (
+        lambda: ImageClassifier(
+            12, C, 2, 2, position="learned", size=(3, 2),
+            mixer_kwargs={"window": (1, 3)},
+        ),
+        IMAGE,
+    ),
+    "text": (lambda: SequenceEncoder(3, C, num_layers=2, head="lm"), TEXT),
+    "user": (lambda: Narrow(C, head="node"), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_models_with_constructors_of_their_own(tmp_path, name):
+    make, data = OWN[name]
+    model = make()
+    if data is None:
+        data = make_data()
+        data.x = torch.randn(6, 3)
+    out = answer(model, data)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = type(model).from_pretrained(tmp_path / "saved")
+    assert torch.equal(answer(loaded, data), out)
+    with pytest.raises(ValueError, match=f"The {type(model).__name__} in .* not fit"):
+        GraphModel.from_pretrained(tmp_path / "saved")
 
 
 def test_arguments_can_be_changed(saved):
