@@ -20,6 +20,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import select
 
 from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.common.optional import required
 from pyg_chimera.ops.structure.csr import adjacency, grouped, to_numpy
 
 __all__ = ["ClusterData", "ClusterLoader"]
@@ -203,14 +204,7 @@ def _partition(
 def _metis(
     edge_index: np.ndarray, num_nodes: int, num_parts: int, recursive: bool, log: bool
 ) -> np.ndarray:
-    try:
-        import pymetis
-    except ImportError as error:
-        if error.name != "pymetis":
-            raise
-        raise ImportError(
-            "'ClusterData' needs 'pymetis': pip install 'pyg-chimera[metis]'"
-        ) from error
+    pymetis = required("pymetis", "'ClusterData'", "metis")
     if log:
         print("Computing METIS partitioning...", file=sys.stderr, flush=True)
     # METIS needs a symmetric matrix without a diagonal, and does not check it.

@@ -5,7 +5,7 @@ import gzip
 import json
 import os.path as osp
 from collections.abc import Iterator, Sequence
-from importlib import import_module
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from pyg_chimera.datasets._common import SPLITS, SplitDataset, no_bars
 from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.optional import required
 
 __all__ = [
     "ATOM_FEATURE_SIZES",
@@ -30,22 +31,11 @@ ATOM_FEATURE_SIZES = (119, 5, 12, 12, 10, 6, 6, 2, 2)
 BOND_FEATURE_SIZES = (5, 6, 2)
 
 
-def _require(module: str) -> Any:
-    """Imports an optional package on first use; names the extra if it is missing."""
-    package = module.partition(".")[0]
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise
-        raise ImportError(
-            f"Turning peptides into graphs needs '{package}': install it with "
-            "pip install 'pyg-chimera[examples]'"
-        ) from error
+_required = partial(required, who="Turning peptides into graphs", extra="examples")
 
 
 def _sequence_to_smiles(sequence: str) -> str:
-    chem = _require("rdkit.Chem")
+    chem = _required("rdkit.Chem")
     # All residues are left-handed, so chirality carries no information. Its marks,
     # however, depend on which branch of the string is longer, and would reveal the
     # position of each atom in the chain.
@@ -56,8 +46,8 @@ def _to_graphs(
     smiles: Sequence[str], labels: np.ndarray, disable: bool | None
 ) -> Iterator[Data]:
     """One graph per SMILES string, in order."""
-    _require("rdkit")  # without it, OGB exports no smiles2graph
-    smiles2graph = _require("ogb.utils").smiles2graph
+    _required("rdkit")  # without it, OGB exports no smiles2graph
+    smiles2graph = _required("ogb.utils").smiles2graph
     for row, text in enumerate(tqdm(smiles, "SMILES to graphs", disable=disable)):
         try:
             graph = smiles2graph(text)

@@ -23,6 +23,7 @@ from pyg_chimera.datasets._common import atomic_path, no_bars
 from pyg_chimera.datasets._water_estimates import estimate, in_zone, interpolate
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_integer, check_number
+from pyg_chimera.ops.common.optional import required
 from pyg_chimera.ops.structure import connected_components
 
 __all__ = ["SampleSensors", "WaterNetworks"]
@@ -319,18 +320,6 @@ class WaterNetworks(Dataset):
 # Files -------------------------------------------------------------------------------
 
 
-def _wntr() -> Any:
-    try:
-        import wntr
-    except ImportError as error:
-        if error.name != "wntr":
-            raise
-        raise ImportError(
-            "WaterNetworks needs the package 'wntr': pip install pyg-chimera[water]"
-        ) from error
-    return wntr
-
-
 def _name(path: str) -> str:
     return osp.basename(path).removesuffix(".gz").removesuffix(".inp")
 
@@ -352,7 +341,7 @@ def _find(network: str) -> str:
         raise FileNotFoundError(
             f"There is no file {network}: pass the path of an .inp file of EPANET"
         )
-    library = _wntr().library.ModelLibrary()
+    library = required("wntr", "'WaterNetworks'", "water").library.ModelLibrary()
     if network not in library.model_name_list:
         raise FileNotFoundError(
             f"There is no network {network!r}: pass the path of an .inp file of "
@@ -372,7 +361,7 @@ class _Network(NamedTuple):
 
 def _read(path: str, folder: str) -> _Network:
     """Reads a file, and writes it again as the states need it."""
-    wntr = _wntr()
+    wntr = required("wntr", "'WaterNetworks'", "water")
     plain = osp.join(folder, "read.inp")
     with open(plain, "wb") as file:
         file.write(_content(path))
@@ -498,7 +487,7 @@ def _solve(
     network: _Network, num_states: int, rng: np.random.Generator, no_bar: bool | None
 ) -> tuple[Tensor, int]:
     """Heads [V, states] in metres, and how many states were dropped."""
-    _wntr()
+    required("wntr", "'WaterNetworks'", "water")
     from wntr.epanet.exceptions import EpanetException
     from wntr.epanet.toolkit import ENepanet
     from wntr.epanet.util import EN

@@ -12,6 +12,7 @@ from torch_geometric.utils import coalesce, is_undirected, to_networkx
 
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.common.optional import required
 from pyg_chimera.ops.structure import topological_rank
 
 if TYPE_CHECKING:
@@ -262,14 +263,7 @@ def _positions(pos: Positions, edge_index: Tensor, num_nodes: int) -> Any:
 def _panels(
     number: int, width: float, height: float, columns: int = _COLUMNS
 ) -> "tuple[Figure, list[Axes]]":
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise ImportError(
-            "Pictures need 'matplotlib': pip install 'pyg-chimera[pictures]'"
-        ) from error
+    pyplot = required("matplotlib.pyplot", "A picture", "pictures")
     columns = min(number, columns)
     rows = math.ceil(number / columns)
     size = columns * width, rows * height

@@ -563,7 +563,7 @@ def test_without_wntr(load, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wntr", None)
     assert len(load(tiny)) == 5  # processed before
     for paths, kwargs in ((["Net1"], {}), ([tiny], {"seed": 7})):
-        with pytest.raises(ImportError, match=r"pip install pyg-chimera\[water\]"):
+        with pytest.raises(ImportError, match=r"pip install 'pyg-chimera\[water\]'"):
             load(*paths, **kwargs)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index, check_option
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.numba_runtime import run, stopped
+from pyg_chimera.ops.common.optional import required
 from pyg_chimera.ops.structure.csr import (
     adjacency,
     enlarged,
@@ -102,15 +103,7 @@ def elimination_order(
 
 
 def _nested_dissection(row: np.ndarray, col: np.ndarray, n: int) -> np.ndarray:
-    try:
-        import pymetis
-    except ImportError as error:
-        if error.name != "pymetis":
-            raise
-        raise ImportError(
-            "The method 'metis' needs 'pymetis': pip install 'pyg-chimera[metis]', or "
-            "take method='minimum_fill'"
-        ) from error
+    pymetis = required("pymetis", "method='metis'", "metis")
     component = components(row, col, n)
     node, ptr = grouped(component, int(component.max(initial=-1)) + 1)
     place = inverse(node)
