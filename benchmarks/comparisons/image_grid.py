@@ -5,9 +5,8 @@ on one direction of the flattened image, and a ViT, on scikit-learn's digits::
 
     python benchmarks/comparisons/image_grid.py
 
-MNIST and CIFAR-10 are read from ``--root``, as ``mnist.npz`` (arrays ``x_train``,
-``y_train``, ``x_test``, ``y_test``) and ``cifar10_jpeg.npz`` (files of JPEG, so not the
-official pixels)::
+MNIST is read from ``--root``, as ``mnist.npz`` (arrays ``x_train``, ``y_train``,
+``x_test``, ``y_test``)::
 
     python benchmarks/comparisons/image_grid.py --dataset mnist --root images \
         --arms grid both forward
@@ -15,29 +14,16 @@ official pixels)::
     python benchmarks/comparisons/image_grid.py \
         --arms grid shuffled vit vit-learned vit-rotary
 
-Other images are read from folders of a class each, as ImageNet's: ``train/<class>/``
-and ``val/<class>/`` in ``--root``. They are cropped and flipped at random in training,
-and read when they are needed, by ``--num-workers`` processes::
-
-    python benchmarks/comparisons/image_grid.py --dataset folder --root imagenet \
-        --preset imagenet \
-        --arms grid --rates 1e-3 --seeds 1 --num-workers 16 --precision bf16-mixed
-
 Each arm has the same number of parameters. Its learning rate is the best of ``--rates``
 on validation images of the first seed. ``results.json`` has a row for each arm, and its
 differences to the first arm, seed by seed, with 95 % intervals; ``arms.png`` draws
 them. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
 """
 
-import math
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from io import BytesIO
 from itertools import chain, product
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +46,8 @@ from common import (
     summarize,
 )
 from matplotlib.figure import Figure
-from PIL import Image
 from scipy import stats
 from sklearn.datasets import load_digits
-from torch.utils.data import Dataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
 from torchmetrics.classification import MulticlassAccuracy
@@ -72,6 +56,7 @@ from tqdm import tqdm
 from pyg_chimera.nn import ImageClassifier
 from pyg_chimera.transforms import ImageToGraph
 
+CLASSES = 10
 #: By name: the mixer, its arguments, and the layout of patches.
 ARMS: dict[str, dict[str, Any]] = {
     "grid": {"mixer": "chimera", "share": "none"},
@@ -93,10 +78,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         epochs=10, batch_size=64, warmup_epochs=1, channels=64, heads=4, num_layers=4,
         parameters=150_000, num_train=12_000, num_test=None,
     ),
-    "imagenet": dict(  # as large as ViT-S
-        epochs=90, batch_size=512, warmup_epochs=5, channels=384, heads=6,
-        num_layers=12, parameters=22_000_000, num_train=None, num_test=None,
-    ),
     "smoke": dict(
         epochs=1, batch_size=16, warmup_epochs=0.5, channels=16, heads=2, num_layers=1,
         parameters=6_000, num_train=32, num_test=32,
@@ -106,9 +87,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def get_args(argv: list[str] | None = None) -> Namespace:
     """The command line, completed by a recipe."""
-    parser = make_parser(__doc__, ["default", "imagenet"], root="data")
+    parser = make_parser(__doc__, ["default"], root="data")
     add = parser.add_argument
-    add("--dataset", choices=["digits", "mnist", "cifar10", "folder"], default="digits",
+    add("--dataset", choices=["digits", "mnist"], default="digits",
         help="default: digits")  # fmt: skip
     add("--arms", nargs="+", choices=list(ARMS), metavar="ARM",
         default=["grid", "both", "forward", "vit"],
@@ -118,29 +99,21 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         help="learning rates to choose from; default: 0.001 0.003")  # fmt: skip
     add("--seeds", type=positive_int, default=3, help="default: 3")
     add("--patch-size", type=positive_int,
-        help="default: 1 of digits, 16 of folders, else 4")  # fmt: skip
-    add("--image-size", type=positive_int, help="in pixels, of folders; default: 224")
+        help="default: 1 of digits, 4 of MNIST")  # fmt: skip
     add("--num-train", type=number(int, 6, "6 or more"),
-        help="default: up to 12,000, of folders all")  # fmt: skip
+        help="default: up to 12,000")  # fmt: skip
     add("--num-test", type=positive_int, help="default: all there are")
 
     def recipe(args: Namespace) -> dict[str, Any]:
         preset = args.preset or "default"
         own = {"preset": preset, "optimizer": "AdamW", "weight_decay": 0.01}
-        own["patch_size"] = {"digits": 1, "folder": 16}.get(args.dataset, 4)
-        own |= PRESETS[preset]
-        if args.dataset == "folder":
-            own["image_size"] = 224
-            if preset == "default":
-                own["num_train"] = None
-        return own
+        own["patch_size"] = 1 if args.dataset == "digits" else 4
+        return own | PRESETS[preset]
 
     args = parse(parser, argv, recipe)
     args.arms, args.rates = (
         list(dict.fromkeys(named)) for named in (args.arms, args.rates)
     )
-    if args.image_size is not None and args.dataset != "folder":
-        parser.error("--image-size is for --dataset folder")
     if args.lr is not None:
         args.rates = [args.lr]
     name = "-".join([args.dataset, *args.arms, args.preset, f"seed{args.seed}"])
@@ -159,16 +132,12 @@ def load_images(args: Namespace) -> dict[str, tuple[Any, np.ndarray]]:
         order = np.random.default_rng(0).permutation(len(labels))
         parts = {"train": order[:1437], "test": order[1437:]}
         return {part: (images[rows], labels[rows]) for part, rows in parts.items()}
-    path = args.root / ("mnist.npz" if args.dataset == "mnist" else "cifar10_jpeg.npz")
+    path = args.root / "mnist.npz"
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}: pass --root")
     raw, found = np.load(path), {}
     for part in ("train", "test"):
-        if args.dataset == "mnist":
-            images, labels = raw[f"x_{part}"], raw[f"y_{part}"]
-        else:
-            labels, ends = raw[f"{part}_labels"], raw[f"{part}_offsets"]
-            images = np.array(np.split(raw[f"{part}_bytes"], ends[1:-1]), dtype=object)
+        images, labels = raw[f"x_{part}"], raw[f"y_{part}"]
         order = np.random.default_rng(0).permutation(len(labels))
         found[part] = images[order], labels[order]
     return found
@@ -190,8 +159,6 @@ def split_rows(args: Namespace, count: int) -> dict[str, tuple[str, slice]]:
 
 def get_graphs(args: Namespace) -> dict[str, Any]:
     """Graphs of all parts."""
-    if args.dataset == "folder":
-        return get_folders(args)
     images = load_images(args)
     to_graph, graphs = ImageToGraph(args.patch_size), {}
     for part, (source, rows) in split_rows(args, len(images["train"][1])).items():
@@ -200,8 +167,6 @@ def get_graphs(args: Namespace) -> dict[str, Any]:
         for image, label in zip(
             tqdm(pixels, desc=part, unit=" images"), labels, strict=True
         ):
-            if args.dataset == "cifar10":
-                image = Image.open(BytesIO(image.tobytes())).convert("RGB")
             try:
                 graph = to_graph(image)
             except ValueError as error:
@@ -212,87 +177,6 @@ def get_graphs(args: Namespace) -> dict[str, Any]:
     mean, std = values.mean(), values.std()
     for graph in chain.from_iterable(graphs.values()):
         graph.x = (graph.x - mean) / std
-    return graphs
-
-
-@dataclass
-class Folder(Dataset):
-    """Graphs of files, which are read when they are needed.
-
-    They are of a random part of an image in training, otherwise of its middle.
-    """
-
-    files: list[str]
-    labels: list[int]
-    classes: list[str]
-    size: int
-    to_graph: ImageToGraph
-    random: bool
-    patches: str = "grid"
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, i: int) -> Data:
-        with Image.open(self.files[i]) as file:
-            image = file.convert("RGB")
-        box = random_box(*image.size) if self.random else middle_box(*image.size)
-        image = image.resize((self.size, self.size), Image.Resampling.BICUBIC, box)
-        if self.random and torch.rand(()) < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        graph = self.to_graph(image)
-        graph.x = (graph.x - 0.45) / 0.27  # about the mean and deviation of photographs
-        graph.y = torch.tensor([self.labels[i]])
-        return lay(graph, self.patches)
-
-
-def middle_box(width: int, height: int) -> tuple[float, ...]:
-    """The square in the middle, of 7/8 of the shorter side."""
-    side = 0.875 * min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
-def random_box(width: int, height: int) -> tuple[float, ...]:
-    """A box of 8 to 100 % of the area, and of sides as 3:4 to 4:3, if one is found."""
-    for _ in range(10):
-        area, shape, x, y = torch.rand(4).tolist()
-        area = (0.08 + 0.92 * area) * width * height
-        ratio = (4 / 3) ** (2 * shape - 1)
-        wide, high = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        if wide <= width and high <= height:
-            left, top = x * (width - wide), y * (height - high)
-            return left, top, left + wide, top + high
-    return middle_box(width, height)
-
-
-def get_folders(args: Namespace) -> dict[str, Any]:
-    """Graphs of the images in ``train/<class>/`` and ``val/<class>/``, the test."""
-    if args.image_size % args.patch_size:
-        raise OSError(f"--patch-size must divide --image-size, {args.image_size}")
-    folders = {"train": args.root / "train", "test": args.root / "val"}
-    for folder in folders.values():
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no {folder}: pass --root")
-    classes = sorted(path.name for path in folders["train"].iterdir() if path.is_dir())
-    found = {}
-    for source, folder in folders.items():
-        pairs = [
-            (entry.path, label)
-            for label, name in enumerate(classes)
-            for entry in sorted(os.scandir(folder / name), key=attrgetter("name"))
-            if entry.name.lower().endswith((".jpeg", ".jpg", ".png"))
-        ]
-        if len(pairs) < 6:
-            raise OSError(f"there are {len(pairs)} images in {folder}/<class>")
-        order = np.random.default_rng(0).permutation(len(pairs))
-        found[source] = [pairs[i] for i in order]
-    graphs, to_graph = {}, ImageToGraph(args.patch_size)
-    for part, (source, rows) in split_rows(args, len(found["train"])).items():
-        files, labels = (list(x) for x in zip(*found[source][rows], strict=True))
-        graphs[part] = Folder(
-            files, labels, classes, args.image_size, to_graph, part == "train"
-        )
     return graphs
 
 
@@ -307,19 +191,10 @@ def lay(graph: Data, patches: str) -> Data:
     return graph
 
 
-def lay_all(graphs: list[Data] | Folder, patches: str) -> list[Data] | Folder:
-    """Graphs with patches in a single row, or shuffled."""
-    if isinstance(graphs, Folder):
-        return replace(graphs, patches=patches)
-    return [lay(graph, patches) for graph in graphs]
-
-
 # Runs ----------------------------------------------------------------------------
 
 
-def build_model(
-    args: Namespace, arm: str, graph: Data, num_classes: int = 10
-) -> ImageClassifier:
+def build_model(args: Namespace, arm: str, graph: Data) -> ImageClassifier:
     """A model of the requested size, by the width of its feed-forward networks."""
     options = {k: v for k, v in ARMS[arm].items() if k not in ("mixer", "patches")}
     position = options.pop("position", None)
@@ -330,7 +205,7 @@ def build_model(
         return ImageClassifier(
             graph.num_node_features,
             args.channels,
-            num_classes,
+            CLASSES,
             args.num_layers,
             ARMS[arm]["mixer"],
             args.heads,
@@ -343,11 +218,11 @@ def build_model(
     return build(match_size(build, args.parameters, range(1, 16 * args.channels)))
 
 
-def get_task(num_classes: int = 10) -> Task:
+def get_task() -> Task:
     """Cross-entropy and accuracy."""
     return Task(
         lambda out, batch: F.cross_entropy(out, batch.y),
-        {"accuracy": MulticlassAccuracy(num_classes, average="micro")},
+        {"accuracy": MulticlassAccuracy(CLASSES, average="micro")},
         lambda out, batch: {"accuracy": (out, batch.y)},
     )
 
@@ -396,17 +271,15 @@ def run(args: Namespace) -> dict[str, Any]:
     """Trains according to the command line and returns the results."""
     open_run(args)  # before images are read
     graphs, rates = get_graphs(args), {}
-    train_graphs = graphs["train"]
-    classes = len(train_graphs.classes) if isinstance(train_graphs, Folder) else 10
     best_of: dict[tuple[str, float], float] = {}
 
     def train(own: Namespace) -> dict[str, Any]:
         patches = ARMS[own.arm].get("patches", "grid")
-        data = {part: lay_all(all_, patches) for part, all_ in graphs.items()}
+        data = {part: [lay(x, patches) for x in graphs[part]] for part in graphs}
         seed_everything(own.seed)
-        model = build_model(own, own.arm, data["train"][0], classes)
+        model = build_model(own, own.arm, data["train"][0])
         title = f"{own.dataset}, {own.arm}, rate {own.lr:g}, seed {own.seed}"
-        found = fit(own, model, get_task(classes), lambda: data, title)
+        found = fit(own, model, get_task(), lambda: data, title)
         if "best" in found and own.seed == args.seed:
             best_of[own.arm, own.lr] = found["best"]["val_accuracy"]
         return found

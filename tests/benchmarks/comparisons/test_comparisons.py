@@ -105,7 +105,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (arrow_pointing, "--model vit --mode P"),
         (tudataset, "--folds 2"),
         (node_classification, "--dataset actor --splits 3 10"),
-        (image_grid, "--dataset mnist --image-size 32"),
+        (image_grid, "--dataset cifar10"),
         (masked_lm, "--causal --models depths"),
         (masked_lm, "--causal --length 3 --prompt abc"),
         (sentences, "--pretrained nowhere"),
