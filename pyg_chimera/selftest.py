@@ -24,6 +24,9 @@ def main(names: Sequence[str] = ()) -> int:
     Returns:
         int: 1 if anything is wrong, otherwise 0.
     """
+    if {"-h", "--help"} & set(names):
+        print(__doc__)
+        return 0
     unknown = [name for name in names if name not in OPERATORS]
     if unknown:
         print(f"no such operators: {', '.join(unknown)}; known: {', '.join(OPERATORS)}")

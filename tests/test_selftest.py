@@ -25,4 +25,6 @@ def test_the_table(capsys, monkeypatch):
     assert said.count("it raises RuntimeError: no such instruction") == 3
     assert selftest.main(["dag_scam"]) == 2
     said = capsys.readouterr().out
+    assert selftest.main(["--help"]) == 0
+    assert "prints a table for bug reports" in capsys.readouterr().out
     assert "no such operators: dag_scam; known: causal_conv1d, grid_conv" in said

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import MultiheadAttention, TransformerEncoder, TransformerEncoderLayer
+from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import Sequential as GraphSequential
 from torch_geometric.nn.inits import reset
@@ -69,8 +70,11 @@ class Route(NamedTuple):
     def of(cls, module: torch.nn.Module, *, graph: bool = False) -> "Route":
         """Inspects :obj:`module`; with :obj:`graph` set, it takes edges."""
         module = unwrapped(module)
+        kind = type(module)
+        if is_parametrized(module):  # a class of its own, until it no longer is
+            kind = kind.__mro__[1]
         if isinstance(module, _PADDED):
-            return cls(type(module), (), is_open=False, edges=False, padded=True)
+            return cls(kind, (), is_open=False, edges=False, padded=True)
         parameters = inspect.signature(module.forward).parameters.values()
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         kinds = (
@@ -92,7 +96,7 @@ class Route(NamedTuple):
             names.remove("edge_attr")
         edges = graph or "edge_index" in names or isinstance(module, MessagePassing)
         padded = not edges and "mask" in names
-        return cls(type(module), tuple(names), is_open, edges, padded)
+        return cls(kind, tuple(names), is_open, edges, padded)
 
     def accepts(self, name: str, module: torch.nn.Module | None = None) -> bool:
         """Whether ``forward`` has a parameter called :obj:`name`, or :obj:`module`

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from pyg_chimera.ops.common.array_views import as_array
-from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_shape
+from pyg_chimera.ops.common.checks import (
+    check_dim,
+    check_edge_index,
+    check_edges,
+    check_shape,
+)
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.operator import one_by_one
 from pyg_chimera.ops.common.portability import is_portable, portable_form
@@ -92,7 +97,7 @@ def transition_and_rest(
     if not 0 < gamma <= 1:
         raise ValueError(f"'gamma' must be in (0, 1], got {gamma}")
     nodes = {"target": target, "source": source, "psi": psi}
-    _check_shapes(edge_index, num_nodes, **nodes, edge=edge)
+    edge_index = _checked(edge_index, num_nodes, **nodes, edge=edge)
     margin = LEAST_MARGIN * torch.finfo(psi.dtype).eps
     given = edge_index, target, source, psi, edge
     return edge_softmax(*given, gamma, margin, dtype or psi.dtype)
@@ -130,7 +135,7 @@ def released_transition(
         ValueError: If shapes disagree.
     """
     nodes = {"target": target, "source": source, "psi": psi}
-    _check_shapes(edge_index, num_nodes, **nodes, edge=edge)
+    edge_index = _checked(edge_index, num_nodes, **nodes, edge=edge)
     col, row = edge_index[0], edge_index[1]
     decay = target[row] + source[col]
     weight = torch.exp(-decay / 2 if edge is None else -(decay + edge) / 3)
@@ -172,7 +177,7 @@ def dag_transition(
     Raises:
         ValueError: If shapes disagree.
     """
-    _check_shapes(edge_index, num_nodes, delta=delta, root=root)
+    edge_index = _checked(edge_index, num_nodes, delta=delta, root=root)
     row = edge_index[1]
     if scale is None:
         parents = _sum(delta.new_ones(row.size(0), 1), row, num_nodes)
@@ -268,7 +273,7 @@ def path_transition(
         ValueError: If shapes disagree, an edge has no reverse, or the graph is not made
             of paths.
     """
-    _check_shapes(edge_index, num_nodes, weight=weight, psi=psi)
+    edge_index = _checked(edge_index, num_nodes, weight=weight, psi=psi)
     reverse = _path_reverse(edge_index, num_nodes)
     tiny = torch.finfo(weight.dtype).tiny
     log = weight.masked_fill(weight < tiny, tiny).log()
@@ -311,7 +316,7 @@ def balanced_path_transition(
     Raises:
         ValueError: As in :func:`path_transition`.
     """
-    _check_shapes(
+    edge_index = _checked(
         edge_index, num_nodes, weight=log_weight, psi=psi, log_source=log_source
     )
     reverse = _path_reverse(edge_index, num_nodes)
@@ -372,14 +377,14 @@ def _largest_sums(gain, source, node, there, back, out):
             out[i, h] = max(out[i, h], most)
 
 
-def _check_shapes(
+def _checked(
     edge_index: Tensor, num_nodes: int, **selectivities: Tensor | None
-) -> None:
+) -> Tensor:
     """Checks selectivities of nodes, [V, H], and of edges, [E, H], with as many heads
-    as the first one.
+    as the first one; returns the edges as int64.
     """
-    check_dim("edge_index", edge_index, "[2, edges]", 2)
-    check_shape("edge_index", edge_index, "[2, edges]", [2, edge_index.size(1)])
+    like = next(x for x in selectivities.values() if x is not None)
+    edge_index = check_edges("edge_index", edge_index, like)
     heads = None
     for name, x in selectivities.items():
         if x is None:
@@ -390,6 +395,7 @@ def _check_shapes(
         check_dim(name, x, layout, 2)
         heads = x.size(1) if heads is None else heads
         check_shape(name, x, layout, [rows, heads])
+    return edge_index
 
 
 def _sum(x: Tensor, index: Tensor, num_nodes: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The influence of nodes on each other."""
 
 from copy import deepcopy
-from numbers import Integral
+from operator import index
 from typing import Any
 
 import torch
@@ -87,8 +87,11 @@ def influence(
     check_inputs(x)
     check_option("role", role, ("target", "source"))
     check_option("measure", measure, ("mixing", "paths", "jacobian"))
-    if not isinstance(node, Integral):
-        raise TypeError(f"'node' must be an integer, got {type(node).__name__}")
+    try:
+        node = index(node)
+    except TypeError as error:
+        kind = type(node).__name__
+        raise TypeError(f"'node' must be an integer, got {kind}") from error
     if not 0 <= node < x.size(0):
         raise ValueError(
             f"'node' must be in [0, {x.size(0)}), as 'x' is {list(x.shape)}, got {node}"

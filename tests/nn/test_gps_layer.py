@@ -11,6 +11,10 @@ from torch.nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from torch.nn.utils.parametrize import (
+    register_parametrization,
+    remove_parametrizations,
+)
 from torch_geometric.nn import (
     GATConv,
     GATv2Conv,
@@ -466,6 +470,16 @@ def test_errors() -> None:
         GPSLayer(C, GCNConv(C, C))(x, edge_index, edge_wieght=edge_attr)
     with pytest.raises(TypeError, match="'mixer_edge_index' is not a parameter"):
         GPSLayer(C, GCNConv(C, C))(x, edge_index, mixer_edge_index=edge_index)
+
+
+def test_parametrizations_may_be_removed() -> None:
+    x, edge_index, _, _ = make_inputs()
+    conv = ChimeraConv(C)
+    register_parametrization(conv, "skip", torch.nn.Tanh())
+    layer = GPSLayer(C, conv)
+    out = layer(x, edge_index)
+    remove_parametrizations(conv, "skip")
+    torch.testing.assert_close(layer(x, edge_index), out)
 
 
 def test_parts_are_replaced_by_those_of_their_class_only() -> None:

@@ -62,6 +62,24 @@ def test_dag_formula(roots):
     assert_near(input_gate, expected, 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
+def test_small_integers(dtype):
+    """Edges may be of any integers."""
+    edges = torch.tensor([[0, 2, 1, 2, 3, 4], [2, 0, 2, 1, 4, 3]])
+    (of_edges,), nodes = gates(6, copies=1), gates(6)
+    for function, rows in (
+        (chimera_transition, nodes),
+        (released_transition, nodes),
+        (dag_transition, [of_edges]),
+        (path_transition, [of_edges, nodes[0]]),
+        (balanced_path_transition, [of_edges, nodes[0], nodes[1]]),
+    ):
+        want, got = (function(e, 6, *rows) for e in (edges, edges.to(dtype)))
+        if isinstance(want, Tensor):
+            want, got = [want], [got]
+        assert all(map(torch.equal, got, want)), function
+
+
 def test_path_formula():
     #   0 - 2 - 1,  3 - 4,  5
     edge_index = torch.tensor([[0, 2, 1, 2, 3, 4], [2, 0, 2, 1, 4, 3]])

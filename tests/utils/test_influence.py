@@ -272,7 +272,7 @@ def test_compiled_layers():
     x = torch.randn(6, CHANNELS)
     compiled = torch.compile(conv, backend="eager")
     found = influence(compiled, x, EDGES, 1)
-    assert torch.equal(found, influence(conv, x, EDGES, 1))
+    assert torch.equal(found, influence(conv, x, EDGES, torch.tensor(1)))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Initial values of gates, and the initial ranges of heads."""
 
+import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +23,16 @@ class GateLinear(Linear):
     deviation `std` for inputs of variance one.
     """
 
-    __deepcopy__ = None  # that of PyG 2.6 returns a plain `Linear`
-
     def __init__(self, in_channels: int, out_channels: int, std: float) -> None:
         self.std = std
         super().__init__(in_channels, out_channels, bias=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GateLinear":
+        # That of PyG 2.6 returns a plain `Linear`; and if there were none, PyTorch
+        # would refuse to copy one with parametrizations.
+        out = memo[id(self)] = self.__new__(type(self))
+        out.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return out
 
     def reset_parameters(self) -> None:
         if self.in_channels > 0:

@@ -21,7 +21,7 @@ from pyg_chimera.nn._norm import LazyLayerNorm
 from pyg_chimera.nn._renamed import renamed
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
-from pyg_chimera.nn.conv._projection import projected
+from pyg_chimera.nn.conv._projection import is_plain, projected
 from pyg_chimera.nn.conv._window import Continued
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
 from pyg_chimera.ops.common.checks import check_integer
@@ -224,8 +224,9 @@ class GraphMambaConv(Layer, torch.nn.Module):
                 ascending, as stored by :class:`~pyg_chimera.transforms.NodeOrder`; with
                 :obj:`order="cluster"`, the cluster of each node. (default: :obj:`None`,
                 computed according to :obj:`order`)
-            generator (torch.Generator, optional): Draws the permutation in training.
-                (default: :obj:`None`, PyTorch's global one)
+            generator (torch.Generator, optional): Draws the permutation in training;
+                not with checkpoints of activations, which restore PyTorch's global one
+                alone. (default: :obj:`None`, the global one)
 
         Raises:
             TypeError: If an argument has the wrong type or dtype.
@@ -360,14 +361,16 @@ class _Scan(torch.nn.Module):
         )
         states = self.lin_states(u.to(self.D.dtype))
         delta, B, C = states.split(self._parts, dim=1)
+        # The scan adds the bias, unless the projection is more than its weights.
+        fused = is_plain(self.lin_delta)
         y = selective_scan(
             u,
-            F.linear(delta, self.lin_delta.weight),
+            F.linear(delta, self.lin_delta.weight) if fused else self.lin_delta(delta),
             -torch.exp(at_least_float32(self.A_log)),
             B,
             C,
             self.D,
-            delta_bias=self.lin_delta.bias,
+            delta_bias=self.lin_delta.bias if fused else None,
             delta_softplus=True,
             ptr=packed.ptr,
             backend=backend,

@@ -1,10 +1,15 @@
 """Several projections at once: equal to each one alone, and no hook is left out."""
 
+import copy
+
 import pytest
 import torch
 from asserts import assert_near
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch_geometric.nn.dense.linear import Linear
 
+from pyg_chimera.nn import ChimeraConv, GatedDeltaConv, GraphMambaConv
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.nn.conv._projection import is_plain, projected
 
@@ -112,3 +117,36 @@ def test_weights_of_another_kind_are_left_to_their_layer():
     lins[0].weight = Quantized(lins[0].weight.detach())
     assert not is_plain(lins[0])
     assert is_plain(lins[1])
+
+
+@pytest.mark.parametrize("make", [ChimeraConv, GatedDeltaConv])
+def test_parametrized_layers_are_copied(make):
+    torch.manual_seed(0)
+    conv, edge_index = make(8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+    for module in list(conv.modules()):
+        if isinstance(module, Linear):
+            weight_norm(module)
+    x = torch.randn(3, 8)
+    out = conv(x, edge_index)
+    again = copy.deepcopy(conv)
+    assert torch.equal(again(x, edge_index), out)
+    with torch.no_grad():
+        again.lin_delta.parametrizations.weight.original0.mul_(2)
+    assert not torch.equal(again(x, edge_index), out)
+    assert torch.equal(conv(x, edge_index), out)
+
+
+@pytest.mark.parametrize("make", [ChimeraConv, GraphMambaConv])
+def test_pruned_layers_are_trained(make):
+    torch.manual_seed(0)
+    conv, edge_index = make(8).eval(), torch.tensor([[0, 1, 2], [1, 2, 0]])
+    pruned = [(x, "weight") for x in conv.modules() if isinstance(x, torch.nn.Linear)]
+    pruned += [(x, "weight") for x in conv.modules() if isinstance(x, Linear)]
+    prune.global_unstructured(pruned, prune.L1Unstructured, amount=0.3)
+    x, before = torch.randn(3, 8), None
+    for _ in range(2):  # hooks compute weights anew for each step
+        conv.zero_grad()
+        conv(x, edge_index).square().sum().backward()
+        grads = [module.weight_orig.grad.clone() for module, _ in pruned]
+        assert before is None or all(map(torch.equal, grads, before))
+        before = grads
