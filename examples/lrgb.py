@@ -113,6 +113,8 @@ PRESETS = {
     "demo": DEMO,
     "smoke": SMOKE,
 }
+#: Arguments of ChimeraConv that make it the published layer.
+INITIAL = {"reach": None, "qk_norm": False, "input_gate": "free"}
 _SUPERPIXELS = {"heads": 4, "batch_size": 32}
 _TABLE_11 = {**_SUPERPIXELS, "lr": 3.5e-3, "dropout": 0.05, "state_channels": 64}
 #: Deviations of the recipes for single data sets.
@@ -216,7 +218,7 @@ def build_model(args: Namespace) -> GraphModel:
             edge_dim=channels,
             normalization=args.normalization,
             gated=False,  # the published recipes for graphs leave the gate out
-            **({"reach": None, "qk_norm": False} if args.initial == "paper" else {}),
+            **(INITIAL if args.initial == "paper" else {}),
         )
 
     def stem() -> Sequential:

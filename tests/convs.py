@@ -235,7 +235,7 @@ CASES = {
     "ChimeraConv-released": chimera(heads=2, normalization="released", gated=False),
     "ChimeraConv-neumann": chimera(solver="neumann", num_terms=3, bias=False),
     "ChimeraConv-log_sums": chimera(heads=2, edge_dim=EDGE, log_sums=2),
-    "ChimeraConv-tied": chimera(heads=2, edge_dim=EDGE, input_gate="tied"),
+    "ChimeraConv-free": chimera(heads=2, edge_dim=EDGE, input_gate="free"),
     "ChimeraConv-sizes": chimera(heads=2, reach_nodes=5)._replace(needs_batch=True),
     "ChimeraConv-torch": chimera(local_conv=True, backend="torch"),
     "ChimeraDAGConv": chimera_dag(heads=2),

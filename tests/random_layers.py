@@ -507,7 +507,7 @@ def chimera(r: random.Random) -> tuple[dict[str, Any], str]:
         r, local_conv=[True], qk_norm=[False], norm=[None]
     )
     if flag(r):
-        options |= some(r, gamma=[0.5, 0.99], log_sums=[1, 3], input_gate=["tied"])
+        options |= some(r, gamma=[0.5, 0.99], log_sums=[1, 3], input_gate=["free"])
         options |= some(r, reach_nodes=[1, 30])
     elif flag(r):
         options["normalization"] = "released"

@@ -151,7 +151,7 @@ class EventsToDAG(Transform):
         for key, value in data.to_dict().items():
             if key not in ("src", "dst", "t", "msg"):
                 of_events = getattr(value, "shape", ())[:1] == ends.shape[:1]
-                out[key] = value[first // 2 :] if of_events else value
+                out[key] = value[first // 2 :] if first and of_events else value
         out.x = x
         out.edge_index = torch.stack([source, target])
         out.edge_attr = torch.cat([F.one_hot(kinds, _KINDS).to(x), gap.unsqueeze(1)], 1)

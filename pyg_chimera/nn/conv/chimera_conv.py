@@ -110,16 +110,16 @@ class ChimeraConv(ChimeraBlock):
             :obj:`"paper"`)
         gamma (float, optional): Upper bound of the row sums of :math:`\mathbf{A}`
             under :obj:`"paper"`, in (0, 1]. (default: :obj:`1.0`)
-        input_gate (str, optional): :obj:`"free"`: :math:`s_i` is a selectivity of its
-            own. With :obj:`"tied"`, a node takes from itself what its row of
-            :math:`\mathbf{A}` leaves of one, :math:`s_i = 1 - \sum_j A_{ij}`, as
-            :math:`1 - \bar{A}` in the exact discretization of a leaky state. Rows of
-            :math:`(\mathbf{I} - \mathbf{A})^{-1} \, \text{diag}(\mathbf{s})` then sum
-            to one, unless :obj:`solver` truncates: nodes read weighted means of values
-            times products of keys and queries, of one scale whatever the range, and one
-            whose row is zero reads itself alone, as boundaries do. To be tried, most of
-            all where targets are potentials. Not for :obj:`normalization="released"`.
-            (default: :obj:`"free"`, as in the paper)
+        input_gate (str, optional): With :obj:`"tied"`, a node takes from itself what
+            its row of :math:`\mathbf{A}` leaves of one, :math:`s_i = 1 - \sum_j
+            A_{ij}`, as :math:`1 - \bar{A}` in the exact discretization of a leaky
+            state. Rows of :math:`(\mathbf{I} - \mathbf{A})^{-1} \,
+            \text{diag}(\mathbf{s})` then sum to one, unless :obj:`solver` truncates:
+            nodes read weighted means of values times products of keys and queries, of
+            one scale whatever the range, and one whose row is zero reads itself alone,
+            as boundaries do. With :obj:`"free"`, :math:`s_i` is a selectivity of its
+            own, as in the paper. (default: :obj:`"tied"`, and :obj:`"free"` with
+            :obj:`normalization="released"`, which takes no other)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
             It is divided evenly among the heads on a log scale, and the range of a head
             is the middle of its part: 8 and 32 for two heads. A range is the distance
@@ -127,11 +127,11 @@ class ChimeraConv(ChimeraBlock):
             for inputs of zero; other inputs change it, and on average halve it. It is
             at most 512 steps in float32, :math:`1 / \mathrm{arcosh}(1 / \gamma)` with
             :obj:`gamma` below one, and 4.5 with :obj:`normalization="released"`. The
-            mixed signal starts about ten times as large as the skip connection, or as
-            large without :obj:`norm` (not with :obj:`"released"`; with
-            :obj:`input_gate="tied"`, a fifth to a half as large). With :obj:`None`,
-            selectivities start as in the paper, log-uniform in [0.001, 0.1]. (default:
-            :obj:`(4, 64)`)
+            mixed signal starts a fifth to a half as large as the skip connection, and
+            with :obj:`input_gate="free"` about ten times as large, or as large without
+            :obj:`norm` (not with :obj:`"released"`). With :obj:`None`, selectivities
+            start as in the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4,
+            64)`)
         reach_nodes (int, optional): The number of nodes of the graphs that ranges are
             meant for. In a graph of n nodes (graphs are told apart by :obj:`batch`;
             without it, all nodes count as one), :math:`\exp(-\Psi)` is divided by
@@ -216,7 +216,7 @@ class ChimeraConv(ChimeraBlock):
         *,
         normalization: str = "paper",
         gamma: float = 1.0,
-        input_gate: str = "free",
+        input_gate: str | None = None,
         reach_nodes: int | None = None,
         local_conv: bool = False,
         qk_norm: bool = True,
@@ -230,6 +230,8 @@ class ChimeraConv(ChimeraBlock):
         check_flag("local_conv", local_conv)
         check_flag("qk_norm", qk_norm)
         check_option("normalization", normalization, ("paper", "released"))
+        if input_gate is None:
+            input_gate = "free" if normalization == "released" else "tied"
         check_option("input_gate", input_gate, ("free", "tied"))
         if input_gate == "tied" and normalization == "released":
             raise ValueError(

@@ -127,7 +127,7 @@ def test_models_have_the_same_size(preset):
     if preset in ("released", "paper"):  # the benchmark's budget
         assert 300_000 < target < 500_000
     # One more channel for each of four heads is a seventh of the small model.
-    tolerance = 0.08 if preset == "demo" else 0.05
+    tolerance = 0.09 if preset == "demo" else 0.05
     for name in lrgb.MODELS[1:]:
         args = lrgb.match_chimera(get_args(lrgb, *argv, "--model", name))
         model = lrgb.build_model(args)

@@ -415,7 +415,7 @@ def test_tied_gates_make_means(gamma):
     """What nodes write alike, all read, whatever the ranges and sizes of features: here
     a one, which neither keys nor queries turn.
     """
-    conv = make_conv(IN, 4, 2, 1, input_gate="tied", gamma=gamma, reach=(4, 256))
+    conv = make_conv(IN, 4, 2, 1, gamma=gamma, reach=(4, 256))
     with torch.no_grad():
         for lin in (conv.lin_key, conv.lin_query, conv.lin_value):
             lin.weight.zero_()
@@ -432,7 +432,7 @@ def test_tied_gates_make_means(gamma):
 
 def test_tied_gates_have_no_parameters_and_boundaries():
     """A node that nothing reaches keeps what it writes."""
-    free, tied = ChimeraConv(IN), ChimeraConv(IN, input_gate="tied")
+    free, tied = ChimeraConv(IN, input_gate="free"), ChimeraConv(IN)
     assert free.delta_bias.size(0) == tied.delta_bias.size(0) + 1
     x, ((edge_index, _),) = make_inputs()
     alone = edge_index[:, edge_index[1] != 0]
@@ -440,6 +440,7 @@ def test_tied_gates_have_no_parameters_and_boundaries():
     assert_near(out[:1], tied(x[:1], alone[:, :0]))
     with pytest.raises(ValueError, match="'input_gate' must be 'free' with"):
         ChimeraConv(IN, input_gate="tied", normalization="released")
+    assert ChimeraConv(IN, normalization="released").input_gate == "free"
 
 
 def test_nodes_that_are_alike():
@@ -452,8 +453,8 @@ def test_nodes_that_are_alike():
         out = conv.double()(x.double(), tree)
         return out.std(0).mean() / out.abs().mean()
 
-    assert 1e-4 < spread(ChimeraConv(16)) < 1e-3
-    assert spread(ChimeraConv(16, input_gate="tied")) < 1e-12
+    assert 1e-4 < spread(ChimeraConv(16, input_gate="free")) < 1e-3
+    assert spread(ChimeraConv(16)) < 1e-12
     assert spread(GATConv(16, 16)) < 1e-12
     assert spread(GatedGCNConv(16, 16, norm=None, act=None)) < 1e-5
     assert spread(GINConv(torch.nn.Linear(16, 16))) > 0.2

@@ -131,7 +131,9 @@ def test_input_gates(graph, state_channels, qk_norm):
     torch.manual_seed(0)
     ratios = []
     for _ in range(4):
-        conv = ChimeraConv(CHANNELS, None, 4, state_channels, qk_norm=qk_norm)
+        conv = ChimeraConv(
+            CHANNELS, None, 4, state_channels, qk_norm=qk_norm, input_gate="free"
+        )
         x, edge_index = torch.randn(len(graph), CHANNELS), edges(graph)
         _, mixed = weights_and_mix(conv, x, edge_index)
         with torch.no_grad():
@@ -169,7 +171,8 @@ def test_values_of_the_paper(layer):
 )
 def test_far_reaches_and_gamma(reach, gamma):
     """Heads hear as far as they can, and are no less loud for it."""
-    conv = ChimeraConv(CHANNELS, reach=(reach, reach), gamma=gamma)
+    given = {"reach": (reach, reach), "gamma": gamma, "input_gate": "free"}
+    conv = ChimeraConv(CHANNELS, **given)
     n, edge_index = 4000, edges(nx.path_graph(4000))
     weight, _ = weights_and_mix(conv, torch.zeros(n, CHANNELS), edge_index)
     heard = (torch.arange(n) == 2000).double().view(n, 1, 1)
