@@ -219,7 +219,10 @@ def on_grids(count: int, side: int, *forms: str) -> Row:
         f'grid_scan(form="{form}")': partial(scan, form=form) for form in forms
     }
     if not forms:
-        ways = {"grid_scan": scan, "stm_scan": on_edges_of_grids(count, side)}
+        ways = {
+            "grid_scan": scan,
+            "`stm_scan` of the same states": on_edges_of_grids(count, side),
+        }
     nodes = count * side * side
     tensors = qkv(nodes) | gates((nodes, 4, 2), (nodes, 4, 2, 2), nodes)
     name = f"{count} grid{'s' * (count > 1)} of {side} x {side}"
@@ -235,7 +238,7 @@ def on_sequences(batch: Tensor, name: str, path: bool) -> Row:
     if path:
         node = torch.arange(len(batch))
         index = torch.stack([node[:-1], node[1:]])
-        ways["channel_scan of all states"] = partial(channel_by_channel, index)
+        ways["`channel_scan` of all states"] = partial(channel_by_channel, index)
     else:
         ways["its PyTorch backend"] = partial(selective_scan, ptr=ptr, backend="torch")
         ways["a loop over steps"] = partial(step_by_step, batch)
@@ -254,7 +257,7 @@ def on_pairs(pairs: Tensor, nodes: int, name: str) -> Row:
     """`neighborhood_attention` of pairs of nodes."""
     ways = {
         "neighborhood_attention": partial(neighborhood_attention, edge_index=pairs),
-        "rows for pairs": partial(softmax_by_edges, pairs),
+        "rows for pairs, as in PyG": partial(softmax_by_edges, pairs),
     }
     return Row(name, ways, qkv(nodes))
 
@@ -270,7 +273,7 @@ def rows(args: Namespace) -> Iterator[Row]:
     small = torch.arange(count).repeat_interleave(25)
     ring = torch.arange(25).roll(1) + 25 * torch.arange(count)[:, None]
     half = torch.stack([torch.arange(25 * count), ring.flatten()])
-    rings = Workload("rings", "rings", torch.cat([half, half.flip(0)], 1), small)
+    rings = Workload("rings", torch.cat([half, half.flip(0)], 1), small)
     yield resolvents(rings, f"{count} rings of 25, 2 heads of 96", "mask", "state")
     yield on_edges(graph, name)
     yield on_grids(1, sides[0])
@@ -324,7 +327,8 @@ def report(results: list[dict[str, Any]]) -> str:
         )
         for way, instead in others:
             ratio = f"{1 / row['ratios'][way]:.2g}"
-            cells = f"`{ours}` {time} | {way} {instead} | {ratio}"
+            other = f"`{way}`" if "(" in way else way
+            cells = f"`{ours}` {time} | {other} {instead} | {ratio}"
             lines.append(f"| {row['name']} | {cells} |")
     return "\n".join(lines)
 
@@ -343,11 +347,11 @@ def main() -> None:
     if args.smoke:
         args.repeats = 1
     torch.manual_seed(0)
-    results = []
+    results, host = [], machine("cpu")  # before it is busy
     for row in rows(args):
         if args.only is None or row.name in args.only:
             results.append(measure(row, args))
-            write_json(out, {"machine": machine("cpu"), "decisions": results})
+            write_json(out, {"machine": host, "decisions": results})
     show("")
     print(report(results))
     print(f"\nWritten: {out}")

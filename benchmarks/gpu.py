@@ -256,7 +256,7 @@ def molecules(args: Namespace) -> Iterable[Workload]:
     edges = [[0, 1, 2, 3, 4, 0, 6, 37], [1, 2, 3, 4, 5, 5, 5, 38]]
     edge_index = to_undirected(torch.tensor(edges), num_nodes=39)
     batch = torch.tensor([0] * 37 + [1] * 2)
-    return [Workload("peptides", "two small graphs", edge_index, batch)]
+    return [Workload("two small graphs", edge_index, batch)]
 
 
 # How ---------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def rows(args: Namespace) -> Iterator[tuple[str, Callable[[], list[Case]]]]:
     length = 50 if smoke else 4096
     node = torch.arange(length)
     one_way = torch.stack([node[:-1], node[1:]])
-    path = Workload("paths", "path", torch.cat([one_way, one_way.flip(0)], 1), 0 * node)
+    path = Workload("path", torch.cat([one_way, one_way.flip(0)], 1), 0 * node)
     yield (
         f"an undirected path of {length:,} nodes",
         lambda: [
@@ -167,7 +167,7 @@ def rows(args: Namespace) -> Iterator[tuple[str, Callable[[], list[Case]]]]:
 
 def one_way_only(graph: Workload) -> Case:
     forward = graph.edge_index[0] < graph.edge_index[1]
-    dag = Workload(graph.part, graph.name, graph.edge_index[:, forward], graph.batch)
+    dag = Workload(graph.name, graph.edge_index[:, forward], graph.batch)
     return on(dag, "PLSTMConv", PLSTMConv(64, heads=4), 64)
 
 
@@ -266,11 +266,11 @@ def main() -> None:
     if args.smoke:
         args.repeats = 1
     torch.manual_seed(0)
-    results = []
+    results, host = [], machine(args.device)  # before it is busy
     for name, make in rows(args):
         if args.only is None or name in args.only:
             results.append(measure(name, make(), args))
-            write_json(out, {"machine": machine(args.device), "layers": results})
+            write_json(out, {"machine": host, "layers": results})
     show("")
     print(report(results))
     print(f"\nWritten: {out}")

@@ -28,20 +28,18 @@ DATA = REPOSITORY / "data"
 class Workload:
     """A batch of graphs to measure on."""
 
-    part: str  #: of the benchmark: "peptides", "planar" or "filling"
     name: str
     edge_index: Tensor
     batch: Tensor
 
     def __post_init__(self) -> None:
         self.num_nodes = self.batch.numel()
-        self.num_edges = self.edge_index.size(1)
 
     @classmethod
-    def of(cls, part: str, name: str, graphs: list[Data]) -> "Workload":
+    def of(cls, name: str, graphs: list[Data]) -> "Workload":
         """The graphs as one batch."""
         batch = Batch.from_data_list(graphs)
-        return cls(part, name, batch.edge_index, batch.batch)
+        return cls(name, batch.edge_index, batch.batch)
 
 
 def planar(*sizes: int) -> Workload:
@@ -55,9 +53,7 @@ def planar(*sizes: int) -> Workload:
         edge_index = torch.from_numpy(edges.T.astype(np.int64)).contiguous()
         graphs.append(Data(edge_index=edge_index, num_nodes=size))
     total = f"{sum(sizes):,} nodes"
-    return Workload.of(
-        "planar", f"planar graph{'s' * (len(sizes) > 1)}, {total}", graphs
-    )
+    return Workload.of(f"planar graph{'s' * (len(sizes) > 1)}, {total}", graphs)
 
 
 def filling(smoke: bool) -> Iterator[Workload]:
@@ -73,7 +69,7 @@ def filling(smoke: bool) -> Iterator[Workload]:
     for name, (edges, size) in graphs.items():
         edges = to_undirected(remove_self_loops(edges)[0], num_nodes=size)
         graph = Data(edge_index=edges, num_nodes=size)
-        yield Workload.of("filling", name, [graph])
+        yield Workload.of(name, [graph])
 
 
 def peptides(root: Path, sizes: list[int], smoke: bool) -> Iterator[Workload]:
@@ -92,7 +88,7 @@ def peptides(root: Path, sizes: list[int], smoke: bool) -> Iterator[Workload]:
         kind, graphs = "generated peptides", generated(2 * max(sizes), smoke)
     for size in sizes:
         name = f"{kind}, batch of {size}"
-        yield Workload.of("peptides", name, graphs[:size])
+        yield Workload.of(name, graphs[:size])
 
 
 def all_peptides(root: Path, smoke: bool) -> tuple[str, list[Data]]:

@@ -242,14 +242,16 @@ def _is_pairs(key: str, value: Any) -> bool:
 
 
 def _undirected(key: str, graphs: Sequence[Data], nodes: list[int]) -> bool:
-    """Whether each edge of each graph has a reverse, by a sum of hashes."""
+    """Whether there are edges, and each of each graph has a reverse, by a sum of
+    hashes.
+    """
     if not _is_pairs(key, graphs[0][key]):
         return False
     each = [graph[key].long() for graph in graphs]
     firsts = [0, *accumulate(nodes)]
     edges = torch.cat([x + first for x, first in zip(each, firsts, strict=False)], 1)
     there, back = (scrambled(a * firsts[-1] + b) for a, b in (edges, edges.flip(0)))
-    return int((there - back).sum()) == 0
+    return bool((edges[0] != edges[1]).any()) and int((there - back).sum()) == 0
 
 
 def _padding(

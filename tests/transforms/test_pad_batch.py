@@ -279,6 +279,10 @@ def test_undirected_graphs_remain_so(loops):
     x = torch.randn(out.num_nodes, C)
     conv = ChimeraDAGConv(C, edge_dim=None)
     assert conv(x, dags.dag_edge_index[0]).isfinite().all()
+    alone = Data(x=graphs[1].x, edge_index=torch.zeros(2, loops).long())
+    added = PadBatch()([alone, alone])
+    added = added.edge_index[:, ~added.pad_edge_mask]
+    assert (added[0] < added[1]).all()  # there is none to be undirected
     mixed = PadBatch()([graphs[0], Data(x=graphs[1].x, edge_index=index[:, :1])])
     added = mixed.edge_index[:, ~mixed.pad_edge_mask]
     assert (added[0] < added[1]).all()

@@ -151,8 +151,8 @@ class ChimeraConv(ChimeraBlock):
             it, outputs are linear in :math:`\mathbf{V}`, and selectivities and gates
             read :math:`\text{RMSNorm}(\mathbf{x})`, so that outputs are proportional to
             large inputs: to be tried where targets are amplitudes, such as potentials.
-            They may be large where ranges are long. (default:
-            :obj:`"rms"`)
+            With :obj:`input_gate="free"`, they may be large where ranges are long.
+            (default: :obj:`"rms"`)
         gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
         local_conv (bool, optional): Whether to add a depthwise mean over neighbours to

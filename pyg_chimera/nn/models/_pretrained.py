@@ -76,8 +76,10 @@ def recorded(init: Callable[P, None]) -> Callable[P, None]:
         init(*args, **kwargs)
         bound = signature(init).bind(*args, **kwargs)
         bound.apply_defaults()
-        (_, model), *given = bound.arguments.items()
         kinds, arguments = bound.signature.parameters, dict[str, Any]()
+        if any(x.kind is Parameter.VAR_POSITIONAL for x in kinds.values()):
+            return  # they have no names; those of the base class have
+        (_, model), *given = bound.arguments.items()
         for name, value in given:
             is_open = kinds[name].kind is Parameter.VAR_KEYWORD
             arguments |= value if is_open else {name: value}

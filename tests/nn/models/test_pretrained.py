@@ -117,6 +117,13 @@ class Narrow(GraphModel):
         super().__init__(3, width, 2, LAYER["mixer"], 2, **kwargs)
 
 
+class Wrapped(GraphModel):
+    """Another, which has only names of its base class."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
 IMAGE, TEXT = ImageToGraph(2)(torch.rand(3, 4, 6)), SequenceToGraph("abc")("abcab")
 OWN = {
     "hybrid": (lambda: HybridModel(3, C, 2, 3, kind="sequence", head="node"), None),
@@ -131,6 +138,15 @@ OWN = {
     "text": (lambda: SequenceEncoder(3, C, num_layers=2, head="lm"), TEXT),
     "user": (lambda: Narrow(C, head="node"), None),
 }  # fmt: skip
+
+
+def test_arguments_without_names(tmp_path):
+    model = Wrapped(3, C, 2, LAYER["mixer"], 2, head="node")
+    model.save_pretrained(tmp_path / "saved")
+    loaded = Wrapped.from_pretrained(tmp_path / "saved")
+    data = make_data()
+    data.x = torch.randn(6, 3)
+    assert torch.equal(answer(loaded, data), answer(model, data))
 
 
 @pytest.mark.parametrize("name", OWN)
