@@ -130,8 +130,8 @@ class ChimeraConv(ChimeraBlock):
             mixed signal starts a fifth to a half as large as the skip connection, and
             with :obj:`input_gate="free"` about ten times as large, or as large without
             :obj:`norm` (not with :obj:`"released"`). With :obj:`None`, selectivities
-            start as in the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4,
-            64)`)
+            start as in the paper, log-uniform in [0.001, 0.1].
+            (default: :obj:`(4, 64)`)
         reach_nodes (int, optional): The number of nodes of the graphs that ranges are
             meant for. In a graph of n nodes (graphs are told apart by :obj:`batch`;
             without it, all nodes count as one), :math:`\exp(-\Psi)` is divided by
