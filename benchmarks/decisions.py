@@ -352,6 +352,8 @@ def main() -> None:
         if args.only is None or row.name in args.only:
             results.append(measure(row, args))
             write_json(out, {"machine": host, "decisions": results})
+    if not results:
+        raise SystemExit(f"--only: no row has one of the names {args.only}")
     show("")
     print(report(results))
     print(f"\nWritten: {out}")

@@ -8,8 +8,8 @@ import torch
 from timing import Timing
 from torch import Tensor
 
-#: The relative errors allowed, for outputs and all gradients.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+#: The relative error allowed in float32, for outputs and all gradients.
+TOLERANCE = 1e-5
 
 
 class Step:
@@ -61,11 +61,10 @@ def compare(
     """A row of relative errors; ends the benchmark if one is too large."""
     errors = {key: relative_error(x, expected[key]) for key, x in found.items()}
     for key, error in errors.items():
-        tolerance = TOLERANCE[found[key].dtype]
-        if not error <= tolerance:
+        if not error <= TOLERANCE:
             raise SystemExit(
                 f"\n{case} is wrong on {workload}: its {key} is off by {error:.1e}, "
-                f"and {tolerance:.0e} is allowed. Nothing is timed."
+                f"and {TOLERANCE:.0e} is allowed. Nothing is timed."
             )
     row = {"workload": workload, "case": case, "errors": errors}
     return row | {"against": against, "worst": max(errors.values())}
