@@ -14,14 +14,13 @@ differs.
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from json_files import write_json
-from options import add_output, output
+from options import add_rows, output
 from steps import Step, compare
 from timing import interleave, machine, ratio, show, shown, summary
 from torch import Tensor
@@ -33,7 +32,7 @@ from torch_geometric.utils import (
     unbatch,
     unbatch_edge_index,
 )
-from workloads import PEPTIDES, Workload, peptides
+from workloads import Workload, peptides
 
 from pyg_chimera.ops import (
     channel_scan,
@@ -337,11 +336,7 @@ def main() -> None:
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", help="names of rows")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds (default: 7)")
-    parser.add_argument("--limit", type=float, default=15, help="seconds of a way")
-    parser.add_argument("--root", type=Path, default=PEPTIDES)
-    add_output(parser)
+    add_rows(parser)
     args = parser.parse_args()
     out = output(args, "decisions-cpu")
     if args.smoke:

@@ -16,18 +16,17 @@ timed within `ops.unchecked()`, where the host need not wait for it.
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from json_files import write_json
-from options import add_output, output
+from options import add_rows, output
 from timing import Timing, interleave, machine, ratio, show, shown, summary
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention
 from torch_geometric.nn import GPSConv
-from workloads import PEPTIDES, Workload, filling, peptides, planar
+from workloads import Workload, filling, peptides, planar
 
 from pyg_chimera import ops
 from pyg_chimera.nn import (
@@ -255,12 +254,8 @@ def main() -> None:
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", help="names of rows")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds (default: 7)")
-    parser.add_argument("--limit", type=float, default=15, help="seconds of a case")
-    parser.add_argument("--root", type=Path, default=PEPTIDES)
-    add_output(parser)
+    add_rows(parser)
     args = parser.parse_args()
     out = output(args, f"layers-{args.device}")
     if args.smoke:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from hashlib import sha256
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -320,6 +321,9 @@ class WaterNetworks(Dataset):
 # Files -------------------------------------------------------------------------------
 
 
+_wntr = partial(required, "wntr", "'WaterNetworks'", "water")
+
+
 def _name(path: str) -> str:
     return osp.basename(path).removesuffix(".gz").removesuffix(".inp")
 
@@ -341,7 +345,7 @@ def _find(network: str) -> str:
         raise FileNotFoundError(
             f"There is no file {network}: pass the path of an .inp file of EPANET"
         )
-    library = required("wntr", "'WaterNetworks'", "water").library.ModelLibrary()
+    library = _wntr().library.ModelLibrary()
     if network not in library.model_name_list:
         raise FileNotFoundError(
             f"There is no network {network!r}: pass the path of an .inp file of "
@@ -361,7 +365,7 @@ class _Network(NamedTuple):
 
 def _read(path: str, folder: str) -> _Network:
     """Reads a file, and writes it again as the states need it."""
-    wntr = required("wntr", "'WaterNetworks'", "water")
+    wntr = _wntr()
     plain = osp.join(folder, "read.inp")
     with open(plain, "wb") as file:
         file.write(_content(path))
@@ -487,7 +491,7 @@ def _solve(
     network: _Network, num_states: int, rng: np.random.Generator, no_bar: bool | None
 ) -> tuple[Tensor, int]:
     """Heads [V, states] in metres, and how many states were dropped."""
-    required("wntr", "'WaterNetworks'", "water")
+    _wntr()
     from wntr.epanet.exceptions import EpanetException
     from wntr.epanet.toolkit import ENepanet
     from wntr.epanet.util import EN

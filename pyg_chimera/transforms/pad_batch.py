@@ -9,7 +9,6 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
 
-from pyg_chimera.ops.common.cache import scrambled
 from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.ops.structure.checksum import SUFFIX, checksum
 from pyg_chimera.transforms._inputs import Transform
@@ -138,16 +137,14 @@ class PadBatch(Transform):
         more_edges = 0
         if "edge_index" in kinds:
             more_edges = self._more("edges", sum(edges), 0, self.max_num_edges)
-        pairs = _shares(more_nodes // 2, added)
-        parts = [2 * number for number in pairs]
-        parts[-1] += more_nodes % 2
         both = {key for key in kinds if _undirected(key, graphs, nodes)}
-        unit = 2 if "edge_index" in both else 1
-        rows = [unit * number for number in _shares(more_edges // unit, added)]
-        rows[-1] += more_edges % unit
+        shares = (
+            _shares(more_nodes, added, 2),
+            _shares(more_edges, added, 2 if "edge_index" in both else 1),
+        )
         padding = [
             _padding(graphs[0], kinds, both, *sizes)
-            for sizes in zip(parts, rows, strict=True)
+            for sizes in zip(*shares, strict=True)
         ]
         out = Batch.from_data_list([*graphs, *padding], follow_batch=follow)
         for kind, number, more in (
@@ -216,10 +213,12 @@ class PadBatch(Transform):
         return (size if most is None else min(size, most)) - number
 
 
-def _shares(number: int, parts: int) -> list[int]:
-    """A number in almost equal parts."""
-    share, rest = divmod(number, parts)
-    return [share + (i < rest) for i in range(parts)]
+def _shares(number: int, parts: int, unit: int) -> list[int]:
+    """A number in almost equal multiples of a unit, and what is left in the last."""
+    share, rest = divmod(number // unit, parts)
+    shares = [unit * (share + (i < rest)) for i in range(parts)]
+    shares[-1] += number % unit
+    return shares
 
 
 def _check_names(names: list[set[str]]) -> None:
@@ -242,16 +241,16 @@ def _is_pairs(key: str, value: Any) -> bool:
 
 
 def _undirected(key: str, graphs: Sequence[Data], nodes: list[int]) -> bool:
-    """Whether there are edges, and each of each graph has a reverse, by a sum of
-    hashes.
-    """
+    """Whether there are edges, and each of each graph has a reverse, by checksums."""
     if not _is_pairs(key, graphs[0][key]):
         return False
     each = [graph[key].long() for graph in graphs]
     firsts = [0, *accumulate(nodes)]
     edges = torch.cat([x + first for x, first in zip(each, firsts, strict=False)], 1)
-    there, back = (scrambled(a * firsts[-1] + b) for a, b in (edges, edges.flip(0)))
-    return bool((edges[0] != edges[1]).any()) and int((there - back).sum()) == 0
+    there, back = (
+        checksum(x, firsts[-1], multigraph=True) for x in (edges, edges.flip(0))
+    )
+    return bool((edges[0] != edges[1]).any()) and torch.equal(there, back)
 
 
 def _padding(
