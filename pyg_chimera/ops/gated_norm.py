@@ -40,7 +40,11 @@ _ROWS = 128
 _LARGE = 1e30
 #: The most channels that kernels for GPUs take.
 _MOST = 2048
-_NONE = {x: as_array(torch.empty(0, dtype=x)) for x in (torch.float32, torch.float64)}
+#: Of whatever default device.
+_NONE = {
+    x: as_array(torch.empty(0, dtype=x, device="cpu"))
+    for x in (torch.float32, torch.float64)
+}
 
 
 class _Rows(NamedTuple):
@@ -326,64 +330,59 @@ _Part = tuple[Any, _Options]
 
 
 def _forwards(parts: Sequence[_Part]) -> tuple[Tensor, ...]:
-    """The outputs of several functions of as many rows each."""
-    outs = tuple(given[0].new_empty(given[0].shape) for given, _ in parts)
-    _run(_forward_tasks, parts, [(as_array(out).reshape(-1),) for out in outs])
-    return outs
+    """The output of each part."""
+    return tuple(_one_forward(*part) for part in parts)
+
+
+def _one_forward(given: Any, options: _Options) -> Tensor:
+    out = given[0].new_empty(given[0].shape)
+    _run(_forward_rows, given, options, as_array(out).reshape(-1))
+    return out
 
 
 def _backwards(
     parts: Sequence[_Part], grads: Sequence[Tensor]
 ) -> list[list[Tensor | None]]:
-    """The gradients of all inputs of each."""
-    found: list[list[Tensor | None]] = []
-    others = []
-    for ((x, weight, gate, factor, value, skip), _), grad in zip(
-        parts, grads, strict=True
-    ):
-        tasks = -(-x.size(0) // _ROWS)
-        dx, dgate, dfactor, dvalue = (
-            None if y is None else y.new_empty(y.shape)
-            for y in (x, gate, factor, value)
-        )
-        dweight = None if weight is None else weight.new_zeros(tasks, *weight.shape)
-        dskip = None if skip is None else x.new_zeros(tasks, x[0].numel())
-        found.append([dx, dweight, dgate, dfactor, dvalue, dskip])
-        d = _Arrays(*(_flat(y, x.dtype) for y in found[-1]))
-        others.append((_flat(grad, x.dtype), d))
-    _run(_backward_tasks, parts, others)
-    for (given, _), each in zip(parts, found, strict=True):
-        _, dweight, _, _, _, dskip = each
-        if dweight is not None:
-            each[1] = dweight.sum(0)
-        if dskip is not None:
-            each[5] = dskip.view(len(dskip), len(given[5]), -1).sum((0, 2))
+    """The gradients of all inputs of each part."""
+    return [_one_backward(*part, grad) for part, grad in zip(parts, grads, strict=True)]
+
+
+def _one_backward(given: Any, options: _Options, grad: Tensor) -> list[Tensor | None]:
+    x, weight, gate, factor, value, skip = given
+    dx, dgate, dfactor, dvalue = (
+        None if y is None else y.new_empty(y.shape) for y in (x, gate, factor, value)
+    )
+    tasks = -(-x.size(0) // _ROWS)
+    dweight = None if weight is None else weight.new_zeros(tasks, *weight.shape)
+    dskip = None if skip is None else x.new_zeros(tasks, x[0].numel())
+    found = [dx, dweight, dgate, dfactor, dvalue, dskip]
+    d = _Arrays(*(_flat(y, x.dtype) for y in found))
+    _run(_backward_rows, given, options, _flat(grad, x.dtype), d)
+    if dweight is not None:
+        found[1] = dweight.sum(0)
+    if dskip is not None:
+        found[5] = dskip.view(tasks, len(skip), -1).sum((0, 2))
     return found
 
 
-def _run(kernel: Any, parts: Sequence[_Part], others: Sequence[tuple]) -> None:
-    """Runs a kernel in tasks of some rows, each of all parts."""
-    found, most, total = [], 0, 0
-    for ((x, weight, gate, factor, value, skip), options), more in zip(
-        parts, others, strict=True
-    ):
-        rows, channels = x.size(0), x.size(-1)
-        width = x.numel() // rows
-        xs, x_stride = _rows(x, x.dtype)
-        gates, gate_stride = _rows(gate, x.dtype)
-        values, value_stride = _rows(value, x.dtype)
-        factors, factor_stride = _rows(factor, x.dtype)
-        skips = _flat(skip, x.dtype)
-        if skip is not None:
-            skips = skips.repeat(width // len(skips))
-        strides = x_stride, gate_stride, value_stride, factor_stride
-        size = _Size(rows, width // channels, channels, 1 / channels, *strides)
-        weights = _flat(weight, x.dtype)
-        operands = _Arrays(xs, weights, gates, factors, values, skips)
-        found.append((size, options, operands, *more))
-        most, total = max(most, channels), total + width
-    costs = np.full(-(-rows // _ROWS), 1.0 * _ROWS * total)
-    run(kernel, costs, 3 * (most + 16), xs.dtype, tuple(found))
+def _run(kernel: Any, given: Any, options: _Options, *others: Any) -> None:
+    """Runs a kernel in tasks of some rows."""
+    x, weight, gate, factor, value, skip = given
+    rows, channels = x.size(0), x.size(-1)
+    width = x.numel() // rows
+    xs, x_stride = _rows(x, x.dtype)
+    gates, gate_stride = _rows(gate, x.dtype)
+    values, value_stride = _rows(value, x.dtype)
+    factors, factor_stride = _rows(factor, x.dtype)
+    skips = _flat(skip, x.dtype)
+    if skip is not None:
+        skips = skips.repeat(width // len(skips))
+    strides = x_stride, gate_stride, value_stride, factor_stride
+    size = _Size(rows, width // channels, channels, 1 / channels, *strides)
+    operands = _Arrays(xs, _flat(weight, x.dtype), gates, factors, values, skips)
+    costs = np.full(-(-rows // _ROWS), 1.0 * _ROWS * width)
+    scratch = 3 * (channels + 16)
+    run(kernel, costs, scratch, xs.dtype, size, options, operands, *others)
 
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
@@ -451,18 +450,6 @@ def _start(row, slope, p, value, skip, skips, size, options, real):
         squares, small = _divide(row, channels, real)
     mean = squares * size.share + eps
     return (math.inf if mean == 0 else 1 / math.sqrt(mean)), small
-
-
-@jit
-def _forward_tasks(first, last, stop, scratch, parts):
-    for part in parts:
-        _forward_rows(first, last, stop, scratch, *part)
-
-
-@jit
-def _backward_tasks(first, last, stop, scratch, parts):
-    for part in parts:
-        _backward_rows(first, last, stop, scratch, *part)
 
 
 @jit

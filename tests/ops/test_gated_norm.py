@@ -345,7 +345,7 @@ def test_what_a_recurrence_reads(normed, factored, dtype, runs):
         got = results(lambda *x: joined(gated_inputs, *x), narrow)
         want = results(lambda *x: joined(inputs_oracle, *x), given)
         assert_same(got, want, 3e-6 if dtype == torch.float32 else 1e-12)
-    assert len(runs) == 2 * 2 * normed
+    assert len(runs) == 2 * 2 * 3 * normed
 
 
 @pytest.mark.parametrize(("weighted", "gated"), OUTPUTS)

@@ -79,17 +79,22 @@ def on_threads(kernel: Any) -> Callable[..., None]:
     function = FunctionType(code, {"_fork": _fork}, name)
     function.__qualname__, function.__module__ = name, of.__module__
     drive = compiled()(function)
-    addresses: dict[bytes, int] = {}
+    found: dict[bytes, tuple[int, Callable]] = {}
     # Python calls it through `drive` only: called directly, it would crash from now on.
     compiler = kernel._compiler
     compiler.targetoptions = compiler.targetoptions | {"no_cpython_wrapper": True}
 
-    def call(threads: int, bounds: Any, queue: Any, scratch: Any, *args: Any) -> None:
+    def call(
+        threads: int, bounds: Any, queue: Any, scratch: Any, size: int, *args: Any
+    ) -> None:
         kinds = compute_fingerprint((scratch, args))
-        address = addresses.get(kinds)
-        if address is None:
-            address = addresses[kinds] = _address(kernel, queue, scratch, *args[1:])
-        drive(address, threads, bounds, queue, scratch, *args)
+        if kinds not in found:
+            address = _address(kernel, queue, scratch, *args)
+            given = address, threads, bounds, queue, scratch, size, args
+            # What numba calls after it has found out types, which takes as long.
+            found[kinds] = address, drive.compile(tuple(map(typeof, given)))
+        address, entry = found[kinds]
+        entry(address, threads, bounds, queue, scratch, size, args)
 
     return call
 
@@ -111,7 +116,7 @@ def _drive(
     queue: Any,
     scratch: Any,
     size: int,
-    *args: Any,
+    args: Any,
 ) -> None:
     _fork(kernel, threads, bounds, queue, scratch, size, args)  # type: ignore[call-arg]
 
