@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from scipy.sparse import coo_array, csgraph
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
@@ -85,29 +86,11 @@ def diameter(
     return torch.from_numpy(out).to(edge_index.device)
 
 
-@compiled()
-def components(source, target, n):
-    """Union-find; the smallest node of a component represents it."""
-    parent = np.arange(n)
-    for e in range(source.shape[0]):
-        a, b = source[e], target[e]
-        while parent[a] != a:
-            parent[a] = parent[parent[a]]
-            a = parent[a]
-        while parent[b] != b:
-            parent[b] = parent[parent[b]]
-            b = parent[b]
-        parent[max(a, b)] = min(a, b)
-    component = np.empty(n, np.int64)
-    count = 0
-    for i in range(n):
-        if parent[i] == i:
-            component[i] = count
-            count += 1
-        else:
-            # Parents are smaller than their children, so they are already numbered.
-            component[i] = component[parent[i]]
-    return component
+def components(source: np.ndarray, target: np.ndarray, n: int) -> np.ndarray:
+    """The component of each node, in the order of their first nodes."""
+    ones = np.ones(len(source), np.bool_)
+    matrix = coo_array((ones, (source, target)), shape=(n, n))
+    return csgraph.connected_components(matrix, directed=False)[1].astype(np.int64)
 
 
 @compiled()

@@ -10,7 +10,7 @@ from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.memory import CPU, check_memory, left_if_short, too_large
-from pyg_chimera.ops.structure.csr import compress, to_numpy
+from pyg_chimera.ops.structure.csr import compress, runs, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.node_order import node_order
 from pyg_chimera.ops.structure.registered import structural_op, unsized
@@ -222,27 +222,11 @@ def _consecutive(
         "use samples of the graph, a layer whose states are on nodes, such as "
         "'ChimeraDAGConv', or turns=False of 'PLSTMConv'",
     )
-    return _line_edges(source, target, n)
-
-
-@compiled()
-def _line_edges(source, target, n):
-    num_edges = source.shape[0]
-    ptr, leaving = compress(source, np.arange(num_edges), n)
-    count = 0
-    for e in range(num_edges):
-        count += ptr[target[e] + 1] - ptr[target[e]]
-    lines = np.empty((2, count), np.int64)
-    node = np.empty(count, np.int64)
-    free = 0
-    for e in range(num_edges):
-        i = target[e]
-        for x in range(ptr[i], ptr[i + 1]):
-            lines[0, free] = e
-            lines[1, free] = leaving[x]
-            node[free] = i
-            free += 1
-    return lines, node
+    edge = np.arange(len(source))
+    ptr, leaving = compress(source, edge, n)
+    count = np.diff(ptr)[target]
+    lines = np.stack([edge.repeat(count), leaving[runs(ptr[target], count)]])
+    return lines, target.repeat(count)
 
 
 @compiled()
