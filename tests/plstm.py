@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def node_gates(conv: Layer, x: Tensor, d: int) -> dict[str, Tensor]:
     return gates | {name: gates[name] + bias[name] for name in biased}
 
 
-def graphs_of(conv: Layer, dags: list[Edges], mask: Tensor | None = None) -> Graphs:
+def graphs_of(conv: Any, dags: list[Edges], mask: Tensor | None = None) -> Graphs:
     """As the formula takes them."""
     edges, attrs = map(list, zip(*dags, strict=True))
     return Graphs(edges, None if conv.edge_dim is None else attrs, mask=mask)

@@ -8,12 +8,13 @@ duplicate edges.
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import networkx as nx
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-__all__ = ["Batch", "Graph", "batches", "dags", "graphs", "paths"]
+__all__ = ["Batch", "Graph", "batches", "dags", "graphs", "paths", "to_networkx"]
 
 # The first call of a kernel compiles it, which no deadline survives.
 settings.register_profile(
@@ -34,6 +35,15 @@ class Batch(NamedTuple):
     num_nodes: int
     node_map: list[Tensor]  # its i-th entry: where the i-th graph's nodes are
     graphs: list[Graph]  # the graphs one by one
+
+
+def to_networkx(graph: Graph, directed: bool = False) -> nx.Graph:
+    """The same graph; if it is not `directed`, without self-loops."""
+    out = nx.DiGraph() if directed else nx.Graph()
+    out.add_nodes_from(range(graph.num_nodes))
+    edges = graph.edge_index.t().tolist()
+    out.add_edges_from((u, v) for u, v in edges if directed or u != v)
+    return out
 
 
 def _edge_index(edges: list[tuple[int, int]]) -> Tensor:

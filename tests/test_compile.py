@@ -10,7 +10,6 @@ import pytest
 from pyg_chimera import compile as command
 from pyg_chimera import nn, ops, transforms
 
-COMMAND = [sys.executable, "-m", "pyg_chimera.compile"]
 ROOT = Path(__file__).parents[1]
 
 #: Whatever is in the cache, jitted functions know the types they were called with.

@@ -4,6 +4,7 @@ import torch
 import torch_geometric.typing
 from asserts import assert_is_formula, assert_near, formula
 from dense_layers import Graphs
+from plstm import graphs_of
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
@@ -47,21 +48,6 @@ Edges = tuple[Tensor, Tensor | None]
 Conv = ChimeraConv | ChimeraDAGConv | ChimeraPathConv
 LISTS = {ChimeraConv: [GRAPH], ChimeraDAGConv: DAGS, ChimeraPathConv: [PATH]}
 each_layer = pytest.mark.parametrize("cls", LISTS)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Inputs are tiny: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def graphs_of(conv: Conv, dags: list[Edges], mask: Tensor | None = None) -> Graphs:
-    """As the formula takes them."""
-    edges, attrs = map(list, zip(*dags, strict=True))
-    return Graphs(edges, None if conv.edge_dim is None else attrs, mask=mask)
 
 
 def make_conv(*args, cls: type[Conv] = ChimeraConv, **kwargs) -> Conv:

@@ -7,6 +7,7 @@ import torch
 from asserts import assert_is_formula, assert_near, assert_permutes
 from dense_layers import Graphs
 from hypothesis import given, settings
+from plstm import named
 from strategies import Batch, batches
 from torch import Tensor
 from torch_geometric.utils import (
@@ -23,15 +24,6 @@ NODES = 7  # node 3 is alone
 BATCH = [1, 1, 1, 4, 0, 0, 1]  # unsorted; some graphs have no nodes
 
 Sequences = list[list[int]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Inputs are tiny: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def formula(conv: GraphMambaConv, x: Tensor, permutations: list[Sequences]) -> Tensor:
@@ -81,10 +73,6 @@ OPTIONS = [
     {"conv_kernel": 9, "bidirectional": True, "backend": "reference"},
     {"states": 1, "backend": "torch"},
 ]
-
-
-def named(x: dict) -> str:
-    return "-".join(f"{k}={v}" for k, v in x.items()) or "default"
 
 
 everywhere = pytest.mark.parametrize("options", OPTIONS, ids=named)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Graph, batches, graphs
+from strategies import Graph, batches, graphs, to_networkx
 
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.csr import adjacency
@@ -17,13 +17,6 @@ from pyg_chimera.ops.structure.equitable_partition import equitable_partition
 
 #: The same for nodes that only their numbers tell apart.
 SYMMETRIC = [order for order in ORDERS if order not in ("bfs", "cluster")]
-
-
-def to_networkx(graph: Graph) -> nx.Graph:
-    out = nx.Graph()
-    out.add_nodes_from(range(graph.num_nodes))
-    out.add_edges_from((u, v) for u, v in graph.edge_index.t().tolist() if u != v)
-    return out
 
 
 def from_networkx(graph: nx.Graph) -> Graph:

@@ -4,18 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Batch, Graph, batches, graphs
+from strategies import Batch, Graph, batches, graphs, to_networkx
 
 from pyg_chimera.ops.structure import connected_components, diameter
 
 any_graphs = graphs() | graphs(undirected=True, max_nodes=14, max_edges=40)
-
-
-def to_networkx(graph: Graph) -> nx.DiGraph:
-    out = nx.DiGraph()
-    out.add_nodes_from(range(graph.num_nodes))
-    out.add_edges_from(graph.edge_index.t().tolist())
-    return out
 
 
 def undirected(graph: nx.Graph) -> tuple[torch.Tensor, int]:
@@ -24,7 +17,7 @@ def undirected(graph: nx.Graph) -> tuple[torch.Tensor, int]:
 
 
 def longest_distance(graph: Graph) -> int:
-    lengths = dict(nx.all_pairs_shortest_path_length(to_networkx(graph)))
+    lengths = dict(nx.all_pairs_shortest_path_length(to_networkx(graph, directed=True)))
     return max((max(row.values()) for row in lengths.values()), default=0)
 
 
@@ -99,7 +92,9 @@ def test_self_loops_and_duplicates_have_no_length():
 def test_components_are_networkx_components(graph: Graph):
     out = connected_components(*graph)
     assert out.dtype == torch.long
-    nodes = sorted(nx.weakly_connected_components(to_networkx(graph)), key=min)
+    nodes = sorted(
+        nx.weakly_connected_components(to_networkx(graph, directed=True)), key=min
+    )
     expected = torch.empty(graph.num_nodes, dtype=torch.long)
     for i, members in enumerate(nodes):
         expected[list(members)] = i

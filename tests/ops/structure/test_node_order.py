@@ -2,19 +2,12 @@ import networkx as nx
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Graph, batches, graphs
+from strategies import Graph, batches, graphs, to_networkx
 
 from pyg_chimera.ops import node_order
 from pyg_chimera.ops.structure import topological_rank
 
 ORDERS = ("order", "degree", "bfs")
-
-
-def to_networkx(graph: Graph) -> nx.Graph:
-    out = nx.Graph()
-    out.add_nodes_from(range(graph.num_nodes))
-    out.add_edges_from((u, v) for u, v in graph.edge_index.t().tolist() if u != v)
-    return out
 
 
 def test_small_graph():

@@ -2,16 +2,9 @@ import networkx as nx
 import pytest
 import torch
 from hypothesis import given
-from strategies import Graph, dags, graphs
+from strategies import Graph, dags, graphs, to_networkx
 
 from pyg_chimera.ops.structure import CycleError, find_cycle, topological_rank
-
-
-def to_networkx(graph: Graph) -> nx.DiGraph:
-    out = nx.DiGraph()
-    out.add_nodes_from(range(graph.num_nodes))
-    out.add_edges_from(graph.edge_index.t().tolist())
-    return out
 
 
 def test_rank_of_diamond():
@@ -24,7 +17,7 @@ def test_rank_of_diamond():
 @given(dags())
 def test_rank_is_networkx_generation(graph: Graph):
     expected = torch.zeros(graph.num_nodes, dtype=torch.long)
-    generations = nx.topological_generations(to_networkx(graph))
+    generations = nx.topological_generations(to_networkx(graph, directed=True))
     for i, nodes in enumerate(generations):
         expected[nodes] = i
     assert topological_rank(*graph).equal(expected)
@@ -35,7 +28,7 @@ def test_rank_is_networkx_generation(graph: Graph):
 def test_cycle_is_one(graph: Graph):
     cycle = find_cycle(*graph)
     if cycle is None:
-        assert nx.is_directed_acyclic_graph(to_networkx(graph))
+        assert nx.is_directed_acyclic_graph(to_networkx(graph, directed=True))
         assert topological_rank(*graph).numel() == graph.num_nodes
         return
     edges = set(map(tuple, graph.edge_index.t().tolist()))
