@@ -110,7 +110,7 @@ def build_model(
 
     def layer(_: int) -> Module:
         if ours:
-            return build_layer(norm, arm, "free", channels, hidden, log_sums=option)
+            return build_layer(norm, arm, "tied", channels, hidden, log_sums=option)
         return build_layer(norm, arm, option, channels, hidden)
 
     return GraphModel(
