@@ -118,13 +118,13 @@ class SampleSensors(BaseTransform):
             raise ValueError("'data.y' must have the head of at least one junction")
         count = max(1, round(self.share * len(junctions)))
         if self.seed is None:
-            order = torch.randperm(len(junctions))
+            order = torch.randperm(len(junctions), device="cpu")
         else:
             state = int(data.get("state", 0))
             rng = np.random.default_rng([self.seed, state, len(junctions)])
             order = torch.from_numpy(rng.permutation(len(junctions)))
-        sensors = torch.zeros(data.num_nodes, dtype=torch.bool)
-        sensors[junctions[order[:count]]] = True
+        sensors = torch.zeros_like(known)
+        sensors[junctions[order[:count].to(junctions.device)]] = True
         measured = data.y[sensors].double()
         mean = measured.mean().float()
         scale = measured.std(correction=0).clamp(min=LEAST_SCALE).float()

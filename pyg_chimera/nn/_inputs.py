@@ -188,6 +188,18 @@ def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
         )
 
 
+def check_no_edge_mask(module: torch.nn.Module, reads_all: bool) -> None:
+    """Refuses the edge mask of an explainer where layers do not read all edges."""
+    if not reads_all and any(
+        isinstance(x, MessagePassing) and x.explain for x in module.modules()
+    ):
+        raise ValueError(
+            f"Edge masks explain layers that read all edges, but those of this "
+            f"{type(module).__name__} read some: remove the others first, or "
+            "explain features of nodes only, with edge_mask_type=None"
+        )
+
+
 def has_edge_mask(conv: MessagePassing, num_dags: int) -> bool:
     """Whether an explainer's edge mask applies to a layer; there must be one DAG."""
     if not conv.explain:
@@ -220,7 +232,7 @@ def check_grids(
     if batch is None or not readable():
         return height, width
     sides = grid_sizes(height, width, x.size(0))
-    sizes = torch.tensor(sides, dtype=torch.long).view(-1, 2).prod(1)
+    sizes = torch.tensor(sides, dtype=torch.long, device="cpu").view(-1, 2).prod(1)
     counts = batch.unique_consecutive(return_counts=True)[1].cpu()
     fits = sizes.numel() == counts.numel() and bool((counts == sizes).all())
     if not fits or bool((batch.diff() < 0).any()):

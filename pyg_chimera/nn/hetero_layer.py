@@ -74,7 +74,8 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
     Shapes:
         - **inputs:**
           node features :math:`(|\mathcal{V}_{\phi}|, F_{\phi})`,
-          edge indices :math:`(2, |\mathcal{E}_{\tau}|)` or sparse adjacencies,
+          edge indices :math:`(2, |\mathcal{E}_{\tau}|)` or sparse adjacencies (whose
+          values are read by types with edge features only),
           edge features :math:`(|\mathcal{E}_{\tau}|, D_{\tau})` *(optional)*,
           batch vectors :math:`(|\mathcal{V}_{\phi}|)` *(optional)*, each by type
         - **outputs:** node features :math:`(|\mathcal{V}_{\phi}|, F_{out})` by type, of

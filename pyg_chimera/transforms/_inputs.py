@@ -69,7 +69,7 @@ def check_attr_name(argument: str, name: str) -> None:
             f"'{argument}' must not contain 'index' or 'batch' or be 'face', as PyG "
             f"tells by the name how to batch an attribute, got '{name}'"
         )
-    if name in _OF_THE_GRAPH or (argument == "prefix" and name == "edge"):
+    if name in _OF_THE_GRAPH or (argument == "prefix" and name in ("edge", "line")):
         raise ValueError(
             f"'{argument}' must not name what belongs to the graph itself, such as its "
             f"edges, got '{name}'"

@@ -150,7 +150,7 @@ class DAGDecomposition(Transform):
         device = edge_index.device
         edges = to_numpy(edge_index)
         if self.method == "dag":
-            kept = [torch.arange(edges.shape[1])] * self.num_dags
+            kept = [torch.arange(edges.shape[1], device="cpu")] * self.num_dags
             both = edges.copy(), edges[::-1].copy()  # in memory of their own
             dags = [torch.from_numpy(dag) for dag in both[: self.num_dags]]
             ranks = [topological_rank(dag, num_nodes) for dag in dags]
@@ -239,7 +239,7 @@ class DAGDecomposition(Transform):
         score = self._score(data, edges, num_nodes)
         while True:
             if self.method == "random":
-                score = torch.randperm(num_nodes, generator=generator)
+                score = torch.randperm(num_nodes, generator=generator, device="cpu")
             position = inverse(np.argsort(as_array(score), kind="stable"))
             yield np.flatnonzero(position[source] < position[target])
             yield np.flatnonzero(position[source] > position[target])
@@ -257,7 +257,7 @@ def _roots(
 ) -> Iterator[np.ndarray]:
     """One root per component, and the next one in each turn, endlessly."""
     component = to_numpy(connected_components(torch.from_numpy(edges), num_nodes))
-    candidates = to_numpy(torch.randperm(num_nodes, generator=generator))
+    candidates = to_numpy(torch.randperm(num_nodes, generator=generator, device="cpu"))
     candidates = candidates[np.argsort(component[candidates], kind="stable")]
     counts = np.bincount(component)
     first = np.cumsum(counts) - counts

@@ -98,7 +98,7 @@ class LaplacianEncoding(Transform):
                 "'is_undirected=False'"
             )
         edges = to_undirected(edges, num_nodes=num_nodes)
-        ones = torch.ones(edges.size(1), dtype=torch.double)
+        ones = edges.new_ones(edges.size(1), dtype=torch.double)
         graph = get_laplacian(edges, ones, self.normalization, num_nodes=num_nodes)
         laplacian = to_scipy_sparse_matrix(*graph, num_nodes=num_nodes).tocsr()
 

@@ -14,6 +14,7 @@ from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.optional import required
 from pyg_chimera.ops.structure import topological_rank
+from pyg_chimera.ops.structure.edges import edges_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -233,7 +234,7 @@ def _words(
 
 def _graph(edge_index: Tensor, num_nodes: int, directed: bool = False) -> Any:
     """A networkx graph; undirected if each edge has its reverse, unless `directed`."""
-    edges = coalesce(edge_index.cpu(), num_nodes=num_nodes)
+    edges = coalesce(edges_of(edge_index).cpu(), num_nodes=num_nodes)
     both_ways = not directed and is_undirected(edges, num_nodes=num_nodes)
     data = Data(edge_index=edges, num_nodes=num_nodes)
     return to_networkx(data, to_undirected=both_ways)

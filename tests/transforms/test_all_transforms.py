@@ -364,7 +364,7 @@ def test_names_of_attributes(key):
     elif argument == "attr_name":
         assert "value" in make(*args, **kwargs, attr_name="value")(data)
     names = ("my_index", "my_batch", "face", "x", "edge_attr", "num_nodes")
-    for name in names if argument == "attr_name" else (*names, "edge"):
+    for name in names if argument == "attr_name" else (*names, "edge", "line"):
         with pytest.raises(ValueError, match=f"'{argument}' must not.*'{name}'"):
             make(*args, **kwargs, **{argument: name})
     with pytest.raises(TypeError, match=f"'{argument}' must be a string, got 3"):
@@ -397,6 +397,17 @@ def test_other_data(key):
     wanted = "TemporalData" if key == "events" else "homogeneous"
     with pytest.raises(TypeError, match=rf"{wanted}.*'HeteroData'"):
         transform_of(key)(HeteroData())
+
+
+@each_case
+def test_whatever_the_default_device(key):
+    """Where neither graphs nor scores are made by others."""
+    if key in RAW or "height" in key:
+        pytest.skip("others make tensors")
+    for data in items_of(key):
+        with torch.device("meta"):
+            out = transform_of(key)(data)
+        assert_same(out, transform_of(key)(data))
 
 
 @pytest.mark.cuda

@@ -340,6 +340,16 @@ def test_check_of_all_forms_of_edges():
                 check_stored(other, ["node_score"])
 
 
+def test_an_attribute_has_a_checksum_of_its_own():
+    """Rather than that of another one, whose name it begins with."""
+    data = NodeOrder()(graph())
+    data.edge_index = data.edge_index[:, 2:]
+    data = NodeOrder("pagerank", attr_name="node_score_pagerank")(data)
+    check_stored(data, ["node_score_pagerank"])
+    with pytest.raises(ValueError, match=r"'data.node_score' must"):
+        check_stored(data)
+
+
 def test_where_a_model_checks():
     """Only what it reads, and not where contents are trusted."""
     data = ALL(graph())

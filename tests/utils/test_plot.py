@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
@@ -71,6 +72,14 @@ def test_graph():
     loop = frozenset({(2, 0)})
     assert ends - {loop} == {frozenset({(x, 0), (x + 1, 0)}) for x in (0, 1)}
     assert len(of_type(first, FancyArrowPatch)) == 1  # the loop
+
+
+def test_an_edge_index_of_pyg():
+    edges = EdgeIndex(EDGES, sparse_size=(4, 4))
+    first = panels(plot_influence(VALUES, edges))[0]
+    assert nodes_of(first)[1].equal(
+        nodes_of(panels(plot_influence(VALUES, EDGES))[0])[1]
+    )
 
 
 def test_directed_graph():

@@ -9,6 +9,7 @@ from pyg_chimera.nn._inputs import (
     at_least_float32,
     check_edge_rows,
     check_inputs,
+    check_no_edge_mask,
 )
 from pyg_chimera.nn._routing import Route, Wrapper, reset_layer
 from pyg_chimera.ops.common.checks import check_flag, check_integer, check_number
@@ -123,19 +124,26 @@ class MixtureOfDepths(Wrapper, torch.nn.Module):
                 "'edge_attr' must be None with acyclic=True, as paths between routed "
                 f"nodes have no features, got shape {list(edge_attr.shape)}"
             )
-        index, edge_attr = as_edges(edge_index, edge_attr, x.size(0), "", -1)
+        of_matrix = edge_attr is None and not self.acyclic
+        index, edge_attr = as_edges(
+            edge_index, edge_attr, x.size(0), "", None if self.acyclic else -1
+        )
         check_edge_rows(edge_attr, index)
         if batch is None:
             batch = x.new_zeros(x.size(0), dtype=torch.long)
         node, weight = self._routed(x, batch)
-        index, inside = _among(index, node, x.size(0), self.acyclic)
+        graph, inside = _among(index, node, x.size(0), self.acyclic)
+        check_no_edge_mask(self.layer, inside.numel() == index.size(1))
         attr = None if edge_attr is None else edge_attr[inside]
+        if of_matrix and attr is not None:  # layers may read its values as weights
+            size = 2 * (node.numel(),)
+            graph, attr = torch.sparse_coo_tensor(graph.flip(0), attr, size), None
 
         given = {"batch": batch[node], "edge_attr": attr}
         if pad_node_mask is not None and self.accepts("pad_node_mask"):
             given["pad_node_mask"] = pad_node_mask[node]
         given = self._route.select(given)
-        out = self._route.call(self.layer, x[node], index, batch[node], given)
+        out = self._route.call(self.layer, x[node], graph, batch[node], given)
         out, update = out if isinstance(out, tuple) else (out, None)
         if out.shape != x[node].shape:
             raise ValueError(

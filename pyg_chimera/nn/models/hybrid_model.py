@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges, check_edge_rows
+from pyg_chimera.nn._inputs import as_edges, check_edge_rows, check_no_edge_mask
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.attention import SelfAttention
 from pyg_chimera.nn.conv import (
@@ -291,6 +291,7 @@ class HybridModel(GraphModel):
         edges, _ = as_edges(edge_index, None, x.size(0), "source_to_target", None)
         check_edge_rows(edge_attr, edges)
         later = (edges[0] < edges[1]).nonzero().view(-1)
+        check_no_edge_mask(self, later.numel() == edges.size(1))
         return edges[:, later], None if edge_attr is None else edge_attr[later]
 
 

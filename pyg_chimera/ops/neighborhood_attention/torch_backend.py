@@ -66,7 +66,8 @@ def pattern(
     arrays = (ptr, row, col, edge, back_ptr, row[back], back)
     with warnings.catch_warnings():  # PyTorch warns once that CSR is a beta feature
         warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor([0], [], [], (0, 0), check_invariants=False)
+        none: list[int] = []
+        torch.sparse_csr_tensor([0], none, none, (0, 0), device="cpu")
     return Pattern(*(torch.from_numpy(x).to(edge_index.device) for x in arrays))
 
 
@@ -127,7 +128,9 @@ def _combined_back(pairs: Pattern, weight: Tensor, x: Tensor) -> Tensor:
 
 def _matrix(ptr: Tensor, col: Tensor, entries: Tensor, columns: int) -> Tensor:
     size = (len(ptr) - 1, columns)
-    return torch.sparse_csr_tensor(ptr, col, entries, size, check_invariants=False)
+    return torch.sparse_csr_tensor(
+        ptr, col, entries, size, device=ptr.device, check_invariants=False
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -80,7 +80,9 @@ def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
         stored = [
             name
             for name in names
-            if f"{name}_".startswith(f"{stem}_") and not name.endswith(SUFFIX)
+            if f"{name}_".startswith(f"{stem}_")
+            and (name == stem or f"{name}{SUFFIX}" not in keys)  # its own
+            and not name.endswith(SUFFIX)
         ]
         if stem == key or not stored or not _is_checksum(data[key]):
             continue

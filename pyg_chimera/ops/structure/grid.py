@@ -162,7 +162,9 @@ def grid_parents(
             no such DAGs.
     """
     check_option("num_dags", num_dags, (1, 2, 3, 4))
-    sizes = torch.as_tensor(grid_sizes(height, width, num_nodes), dtype=torch.long)
+    sizes = torch.as_tensor(
+        grid_sizes(height, width, num_nodes), dtype=torch.long, device="cpu"
+    )
     return _grid_parents(*sizes.view(-1, 2).unbind(1), num_dags, num_nodes)
 
 
@@ -181,7 +183,7 @@ def _grid_parents(
 ) -> Tensor:
     sizes = height * width
     grid = torch.repeat_interleave(sizes, output_size=num_nodes)
-    node = torch.arange(num_nodes)
+    node = torch.arange(num_nodes, device=height.device)
     local, h, w = node - (sizes.cumsum(0) - sizes)[grid], height[grid], width[grid]
     return parents_at(num_dags, node, local % w, local // w, w, h)
 

@@ -92,7 +92,7 @@ def grid_parent_scale(
     sizes = grid_sizes(height, width, num_nodes)
     if not is_portable() and all(h + w <= 110 or min(h, w) == 1 for h, w in sizes):
         return None
-    tensor = torch.as_tensor(sizes, dtype=torch.long)
+    tensor = torch.as_tensor(sizes, dtype=torch.long, device="cpu")
     return _grid_scale(*tensor.unbind(1), num_dags, num_nodes)
 
 

@@ -366,6 +366,21 @@ def test_summary(case: Case):
 
 
 @every_conv
+def test_whatever_the_default_device(case: Case):
+    """Such as after `torch.set_default_device("cuda")`, with inputs elsewhere."""
+    conv, inputs = case.trained(), case.inputs()
+    torch.manual_seed(0)
+    expected = case.call(conv, inputs)
+    x = inputs.x.clone().requires_grad_()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        out = case.call(conv, inputs._replace(x=x))
+        out.sum().backward()
+    assert_near(out, expected)
+    assert x.grad.isfinite().all()
+
+
+@every_conv
 def test_inference_then_training(case: Case):
     """What is remembered in inference mode is fit for gradients."""
     conv, inputs = case.trained(), case.inputs()

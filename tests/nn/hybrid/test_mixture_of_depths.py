@@ -252,6 +252,40 @@ def test_padded_batches():
     assert_near(model(**model.inputs(padded))[:7], out, 1e-12)
 
 
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("capacity", [0.6, 1.0])
+def test_weights_of_a_sparse_matrix(layout: str, capacity: float):
+    """They are for a convolution to read, as without routing."""
+    layer = GPSLayer(C, GCNConv(C, C), ChimeraConv(C), norm="layer_norm")
+    conv = MixtureOfDepths(layer, C, capacity).double().eval()
+    x, index = nodes(), edges_of(False)
+    dense = torch.zeros(7, 7).double()
+    dense[index[1], index[0]] = torch.rand(index.size(1)).double() + 0.5
+    graph = dense.to_sparse_coo() if layout == "coo" else dense.to_sparse_csr()
+    node, weight = conv._routed(x, BATCHES * 0)
+    y = layer(x[node], dense[node][:, node].to_sparse_coo())
+    expected = x.index_copy(0, node, torch.lerp(x[node], y, weight.unsqueeze(1)))
+    assert_near(conv(x, graph), expected, 1e-12)
+    assert (conv(x, graph) - conv(x, index)).abs().max() > 1e-3
+
+
+def test_contracted_paths_have_no_weights():
+    index, conv = edges_of(True), routing("dag")
+    graph = torch.sparse_coo_tensor(index.flip(0), 3 * torch.ones(6).double(), (7, 7))
+    x = nodes()
+    assert_near(conv(x, graph), conv(x, index), 1e-12)
+
+
+def test_edge_masks_are_refused():
+    """As they have an entry for each edge of the whole graph."""
+    conv = routing("delta", 0.5)
+    conv.layer.mixer.explain = True
+    with pytest.raises(ValueError, match="of this GPSLayer read some"):
+        conv(nodes(), edges_of(False))
+    conv.layer.mixer.explain = None
+    assert conv(nodes(), edges_of(False)).isfinite().all()
+
+
 def test_bad_arguments():
     for capacity in (0, -0.5, 1.01, math.nan, math.inf):
         with pytest.raises(ValueError, match=r"'capacity' must be"):

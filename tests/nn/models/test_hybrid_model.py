@@ -199,6 +199,12 @@ def test_sequences_are_paths_to_later_nodes():
     assert later.sum() == 6
     args = data.edge_index[:, later], data.edge_attr[later]
     assert model(data.x, *args).equal(out)
+    for layer in model.layers:  # as an explainer, whose mask has an entry for each edge
+        layer.mixer.explain = True
+    with pytest.raises(ValueError, match="of this HybridModel read some"):
+        model(**model.inputs(data))
+    for layer in model.layers:
+        layer.mixer.explain = None
     model.kind = "dag"
     assert model(data.x, *args).equal(out)
     with pytest.raises(CycleError, match="has the cycle"):
