@@ -106,12 +106,11 @@ def build_model(
     hidden: int,
 ) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
-    ours = arm == "chimera"
+    ours = {"log_sums": option} if arm == "chimera" else {}
 
-    def layer(_: int) -> Module:
-        if ours:
-            return build_layer(norm, arm, "tied", channels, hidden, log_sums=option)
-        return build_layer(norm, arm, option, channels, hidden)
+    def layer(place: int) -> Module:
+        depth = 3 if ours else option
+        return build_layer(norm, arm, depth, place, channels, hidden, **ours)
 
     return GraphModel(
         1 + (task == "sssp") + degrees,

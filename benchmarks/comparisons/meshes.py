@@ -20,7 +20,7 @@ Problems, where k varies smoothly, or is that of two materials:
 Arms, with the option that each searches (see ``protocol.py``):
 
 * ``chimera``: three blocks of GatedGCN, ChimeraConv, whose ranges grow with the mesh,
-  and a feed-forward network; input gate
+  and a feed-forward network, or six, of which every third has ChimeraConv
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT; depth
@@ -597,12 +597,14 @@ def build_model(
     out_channels, in_channels, edge_dim = PROBLEMS[problem]
     depth = option if ARMS[arm][0] == "depth" else 3
 
-    def layer(_: int) -> Module:
+    def layer(place: int) -> Module:
         if arm == "meshgraphnets":
             return Processor(channels, hidden)
         if arm == "graph-unet":
             return GraphUNet(channels, hidden, channels, option)
-        return build_layer(norm, arm, option, channels, hidden, reach_nodes=REACH_NODES)
+        return build_layer(
+            norm, arm, option, place, channels, hidden, reach_nodes=REACH_NODES
+        )
 
     return GraphModel(
         in_channels,

@@ -19,8 +19,8 @@ would lead to; they predict what is left, which is nothing if no power is missin
 
 Arms, with the option that each searches (see ``protocol.py``):
 
-* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
-  gate
+* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network, or six,
+  of which every third has ChimeraConv
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings,
   of the grid with all its branches
@@ -195,13 +195,13 @@ def build_model(
 ) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
 
-    def layer(_: int) -> Module:
+    def layer(place: int) -> Module:
         if arm == "hops":
             conv = EdgesThenHops(channels, option)
             return GPSLayer(
                 channels, conv, norm=norm, norm_first=True, mlp_channels=hidden
             )
-        return build_layer(norm, arm, option, channels, hidden)
+        return build_layer(norm, arm, option, place, channels, hidden)
 
     return Correction(
         17,

@@ -80,7 +80,7 @@ Rows = dict[str, dict[str, Any]]
 
 #: Those of `build_layer`, with the values of their options.
 SHARED_ARMS: Arms = {
-    OURS: ("input_gate", ("free", "tied")),
+    OURS: ("depth", (3, 6)),
     "gated-gcn": ("depth", (10, 20)),
     "gps": ("encodings", ("none", "random-walk")),
     "gat": ("depth", (10, 20)),
@@ -140,24 +140,25 @@ def build_layer(
     norm: str,
     arm: str,
     option: Any,
+    place: int,
     channels: int,
     hidden: int,
     dropout: float = 0.0,
     **ours: Any,
 ) -> Module:
-    """A layer of the arms that studies share: ``chimera`` (its option is the input
-    gate; ``ours`` are other options of it), ``gated-gcn``, ``gps``, ``gat`` and
-    ``mlp``. All but the last two have features of edges as wide as those of nodes.
-    ``norm`` is not for ``mlp``.
+    """The layer at a place in a model of the arms that studies share: ``chimera`` (of
+    three layers, each mixes, and of more, every third; ``ours`` are options of it),
+    ``gated-gcn``, ``gps``, ``gat`` and ``mlp``. All but the last two have features of
+    edges as wide as those of nodes. ``norm`` is not for ``mlp``.
     """
     if arm == "mlp":
         return Alone(channels, hidden, dropout)
     conv: Module = GatedGCNConv(channels, channels, channels, norm=norm)
     mixer: Module | None = None
-    if arm == "chimera":
+    if arm == OURS and (option == 3 or place % 3 == 2):
         mixer = ChimeraConv(
             channels, heads=4, state_channels=16, edge_dim=channels, reach=(4, 256),
-            input_gate=option, **ours,
+            **ours,
         )  # fmt: skip
     elif arm == "gps":
         mixer = SelfAttention(channels, 4)
@@ -258,7 +259,8 @@ class Study:
         many parameters as ours with `channels`, whatever the norm, as all norms have
         the same. Deep models are narrower.
         """
-        if arm == OURS:
+        name, values = self.arms[arm]
+        if arm == OURS and (name != "depth" or option == values[0]):
             return channels, 2 * channels
         with torch.random.fork_rng([]):  # weights depend on the seed alone
             build = partial(self.build, NORMS[0])

@@ -21,8 +21,8 @@ degraded (OpenVaccine, three conditions)::
 
 Arms, with the option that each searches (see ``protocol.py``):
 
-* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
-  gate
+* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network, or six,
+  of which every third has ChimeraConv
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT; depth
@@ -390,7 +390,7 @@ def build_model(
     shape = TASKS[task]
     depth = option if ARMS[arm][0] == "depth" else 3
 
-    def layer(_: int) -> Module:
+    def layer(place: int) -> Module:
         if arm == "gru":
             return FoldGRU(channels, hidden)
         if arm == "transformer":
@@ -399,7 +399,7 @@ def build_model(
             return GPSLayer(
                 channels, conv, mixer, norm=norm, norm_first=True, mlp_channels=hidden
             )
-        return build_layer(norm, arm, option, channels, hidden)
+        return build_layer(norm, arm, option, place, channels, hidden)
 
     along = ("gru", "transformer")
     given = reads(arm, option, channels)

@@ -9,8 +9,8 @@ Three fifths of them are to train on, a fifth is to select by, and a fifth to te
 
 Arms, with the option that each searches (see ``protocol.py``):
 
-* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
-  gate
+* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network, or six,
+  of which every third has ChimeraConv
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
 * ``gat``: residual blocks of GAT; depth
@@ -110,8 +110,8 @@ def build_model(
 ) -> GraphModel:
     """A model of a width, with feed-forward networks of another."""
 
-    def layer(_: int) -> Module:
-        return build_layer(norm, arm, option, channels, hidden, DROPOUT)
+    def layer(place: int) -> Module:
+        return build_layer(norm, arm, option, place, channels, hidden, DROPOUT)
 
     in_channels, edge_dim = SIZES
     return GraphModel(

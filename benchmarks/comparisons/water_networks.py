@@ -15,8 +15,8 @@ read from ``--root``, plain or compressed: ``ky1`` to ``ky14``, ``L-TOWN``, ``KL
 
 Arms, with the option that each searches (see ``protocol.py``):
 
-* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network; input
-  gate
+* ``chimera``: three blocks of GatedGCN, ChimeraConv and a feed-forward network, or six,
+  of which every third has ChimeraConv
 * ``chimera-reach``: the same with ``reach_nodes=1000``: ranges grow with a network
 * ``gated-gcn``: blocks of GatedGCN and a feed-forward network; depth
 * ``gps``: three blocks of GatedGCN, attention and a feed-forward network; encodings
@@ -172,14 +172,16 @@ def build_model(
     wide = arm in ("chimera", "gated-gcn", "gps", "gat")
     depth = option if ARMS[arm][0] == "depth" else 3
 
-    def layer(_: int) -> Module:
+    def layer(place: int) -> Module:
         if arm == "chebyshev":
             conv = ChebConv(channels, channels, option)
             return GPSLayer(
                 channels, conv, norm=norm, norm_first=True, mlp_channels=hidden
             )
         reach = 1000 if grows else None
-        return build_layer(norm, arm, option, channels, hidden, reach_nodes=reach)
+        return build_layer(
+            norm, arm, option, place, channels, hidden, reach_nodes=reach
+        )
 
     given = reads(arm, option, channels)
     if arm == "chebyshev":

@@ -347,13 +347,7 @@ def test_arms_are_trained_and_tested(problem, call, tmp_path, refused):
         assert keys <= set(row)
         assert all(row[key] > 0 for key in keys)
     assert rows["mean"]["test_unexplained"] >= 1
-    search = (
-        tmp_path
-        / "out"
-        / "chimera"
-        / "search-input_gate-free-lr-0.001"
-        / "results.json"
-    )
+    search = tmp_path / "out" / "chimera" / "search-depth-3-lr-0.001" / "results.json"
     found = json.loads(search.read_text())
     assert "test_unexplained" not in found["best"]
     assert found["config"]["problem"] == problem

@@ -6,6 +6,8 @@ import pytest
 from common import count_parameters
 from protocol import NORMS, OURS
 
+from pyg_chimera.nn import ChimeraConv
+
 STUDIES = {
     "distances": ("sssp", "eccentricity", "diameter"),
     "meshes": ("poisson", "convection-diffusion", "elasticity"),
@@ -49,10 +51,18 @@ def test_models_have_one_size(study):
         return count_parameters(study.build(NORMS[0], *kind, *sizes))
 
     ours, *others = options(study)
-    assert ours == (OURS, 0 if study.arms[OURS][0] == "log_sums" else "free")
+    assert ours == (OURS, 0 if study.arms[OURS][0] == "log_sums" else 3)
     target = size(*ours)
     for kind in others:
         assert size(*kind) == pytest.approx(target, rel=0.02), kind
+
+
+def test_which_layers_mix(study):
+    """All three, or every third of six."""
+    for option in study.arms[OURS][1]:
+        model = study.build(NORMS[0], OURS, option, 16, 16)
+        mixes = [isinstance(x.mixer, ChimeraConv) for x in model.layers]
+        assert mixes == (2 * [False, False, True] if option == 6 else 3 * [True])
 
 
 def test_models_have_one_norm(study):
