@@ -109,8 +109,8 @@ def build_model(
     ours = {"log_sums": option} if arm == "chimera" else {}
 
     def layer(place: int) -> Module:
-        depth = 3 if ours else option
-        return build_layer(norm, arm, depth, place, channels, hidden, **ours)
+        kind = 3 if ours else option
+        return build_layer(norm, arm, kind, place, channels, hidden, **ours)
 
     return GraphModel(
         1 + (task == "sssp") + degrees,

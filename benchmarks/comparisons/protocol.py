@@ -259,8 +259,7 @@ class Study:
         many parameters as ours with `channels`, whatever the norm, as all norms have
         the same. Deep models are narrower.
         """
-        name, values = self.arms[arm]
-        if arm == OURS and (name != "depth" or option == values[0]):
+        if (arm, option) == (OURS, self.arms[OURS][1][0]):
             return channels, 2 * channels
         with torch.random.fork_rng([]):  # weights depend on the seed alone
             build = partial(self.build, NORMS[0])

@@ -37,6 +37,7 @@ __all__ = [
     "check_heads",
     "check_inputs",
     "check_no_edge_attr",
+    "check_no_edge_mask",
     "check_size",
     "edge_features",
     "edges_of",
@@ -188,15 +189,16 @@ def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
         )
 
 
-def check_no_edge_mask(module: torch.nn.Module, reads_all: bool) -> None:
-    """Refuses the edge mask of an explainer where layers do not read all edges."""
-    if not reads_all and any(
+def check_no_edge_mask(module: torch.nn.Module, misses: bool, advice: str) -> None:
+    """Refuses the edge mask of an explainer where layers miss some of its edges."""
+    is_explained = any(
         isinstance(x, MessagePassing) and x.explain for x in module.modules()
-    ):
+    )
+    if is_explained and misses:  # in this order, as exported sizes are unknown
         raise ValueError(
-            f"Edge masks explain layers that read all edges, but those of this "
-            f"{type(module).__name__} read some: remove the others first, or "
-            "explain features of nodes only, with edge_mask_type=None"
+            "Edge masks explain layers that read all edges, but those of this "
+            f"{type(module).__name__} read some: {advice}explain features of nodes "
+            "only, with edge_mask_type=None"
         )
 
 

@@ -181,10 +181,11 @@ _SOFTMAX = Fused(
 
 def _compare(device: torch.device) -> tuple[Callable[[], Iterable], Iterable[Tensor]]:
     edges = [[0, 1, 2, 3, 3, 0, 1], [1, 0, 1, 1, 3, 2, 1]]  # none into node 4
-    edge_index, generator = torch.tensor(edges), torch.Generator().manual_seed(0)
+    edge_index = torch.tensor(edges, device="cpu")
+    generator = torch.Generator().manual_seed(0)
 
     def drawn(rows: int) -> Tensor:
-        x = torch.rand(rows, 3, generator=generator, dtype=torch.double)
+        x = torch.rand(rows, 3, generator=generator, dtype=torch.double, device="cpu")
         return x.to(device).requires_grad_()
 
     given: Any = [edge_index.to(device), *(drawn(x) for x in (5, 5, 5, 7))]

@@ -195,8 +195,7 @@ def _forward(*args: Any) -> tuple[Tensor, Sequence[Tensor], None]:
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.forward(given, options), (), None
-    (out,) = _forwards([(given, options)])
-    return out, (), None
+    return _one_forward(given, options), (), None
 
 
 def _backward(
@@ -206,8 +205,7 @@ def _backward(
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.backward(given, options, grads[0])
-    (found,) = _backwards([(given, options)], grads)
-    return found
+    return _one_backward(given, options, grads[0])
 
 
 _DEVICES = ("cpu", "cuda")
@@ -220,7 +218,8 @@ def _compare(device: torch.device) -> tuple[Callable[[], Iterable], Iterable[Ten
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+        x = torch.randn(shape, generator=generator, device="cpu")
+        return x.to(device).requires_grad_()
 
     given = drawn(9, 20), drawn(20), drawn(9, 20), drawn(9), drawn(9, 20), drawn(2)
     inputs = drawn(9, 2, 6), drawn(9, 2, 6), drawn(9, 3, 20), drawn(9, 3)
@@ -272,7 +271,7 @@ def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor], N
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.inputs_forward(_parts(*args)), (), None
-    return _forwards(_parts(*args)), (), None
+    return tuple(_one_forward(*part) for part in _parts(*args)), (), None
 
 
 def _backward_inputs(
@@ -282,7 +281,8 @@ def _backward_inputs(
         from pyg_chimera.ops import triton_gated_norm
 
         return triton_gated_norm.inputs_backward(_parts(*(*given, normed)), grads)
-    query, key, value = _backwards(_parts(*(*given, normed)), grads)
+    parts = zip(_parts(*(*given, normed)), grads, strict=True)
+    query, key, value = (_one_backward(*part, grad) for part, grad in parts)
     return [query[0], key[0], value[0], value[3]]
 
 
@@ -325,29 +325,15 @@ class _Arrays(NamedTuple):
     skip: np.ndarray
 
 
-#: The fields of `_Rows`, which need not be of that class, and options.
-_Part = tuple[Any, _Options]
-
-
-def _forwards(parts: Sequence[_Part]) -> tuple[Tensor, ...]:
-    """The output of each part."""
-    return tuple(_one_forward(*part) for part in parts)
-
-
 def _one_forward(given: Any, options: _Options) -> Tensor:
+    """The output, of the fields of `_Rows`."""
     out = given[0].new_empty(given[0].shape)
     _run(_forward_rows, given, options, as_array(out).reshape(-1))
     return out
 
 
-def _backwards(
-    parts: Sequence[_Part], grads: Sequence[Tensor]
-) -> list[list[Tensor | None]]:
-    """The gradients of all inputs of each part."""
-    return [_one_backward(*part, grad) for part, grad in zip(parts, grads, strict=True)]
-
-
 def _one_backward(given: Any, options: _Options, grad: Tensor) -> list[Tensor | None]:
+    """The gradients of all fields."""
     x, weight, gate, factor, value, skip = given
     dx, dgate, dfactor, dvalue = (
         None if y is None else y.new_empty(y.shape) for y in (x, gate, factor, value)

@@ -9,12 +9,12 @@ of the kernels for the CPU.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.cache import called_eagerly, remembered
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.triton_runtime import on_device_of
@@ -56,7 +56,7 @@ class _Sizes(NamedTuple):
 
 def _tables(edge_index: Tensor, num_nodes: int) -> _Tables:
     check_edge_index(edge_index, num_nodes)
-    ends, edges = to_numpy(edge_index), as_array(torch.arange(edge_index.size(1)))
+    ends, edges = to_numpy(edge_index), np.arange(edge_index.size(1))
 
     def lists(own: int) -> _Lists:
         ptr, edge = compress(ends[own], edges, num_nodes)

@@ -69,10 +69,11 @@ def check_attr_name(argument: str, name: str) -> None:
             f"'{argument}' must not contain 'index' or 'batch' or be 'face', as PyG "
             f"tells by the name how to batch an attribute, got '{name}'"
         )
-    if name in _OF_THE_GRAPH or (argument == "prefix" and name in ("edge", "line")):
+    taken = argument == "prefix" and (name == "edge" or f"_{name}".endswith("_line"))
+    if name in _OF_THE_GRAPH or taken:
         raise ValueError(
             f"'{argument}' must not name what belongs to the graph itself, such as its "
-            f"edges, got '{name}'"
+            f"edges, or to a line graph, got '{name}'"
         )
 
 

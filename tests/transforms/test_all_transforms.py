@@ -364,7 +364,9 @@ def test_names_of_attributes(key):
     elif argument == "attr_name":
         assert "value" in make(*args, **kwargs, attr_name="value")(data)
     names = ("my_index", "my_batch", "face", "x", "edge_attr", "num_nodes")
-    for name in names if argument == "attr_name" else (*names, "edge", "line"):
+    for name in (
+        names if argument == "attr_name" else (*names, "edge", "line", "my_line")
+    ):
         with pytest.raises(ValueError, match=f"'{argument}' must not.*'{name}'"):
             make(*args, **kwargs, **{argument: name})
     with pytest.raises(TypeError, match=f"'{argument}' must be a string, got 3"):

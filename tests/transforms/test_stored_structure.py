@@ -342,10 +342,12 @@ def test_check_of_all_forms_of_edges():
 
 def test_an_attribute_has_a_checksum_of_its_own():
     """Rather than that of another one, whose name it begins with."""
-    data = NodeOrder()(graph())
+    data = NodeOrder()(graph(acyclic=True))
     data.edge_index = data.edge_index[:, 2:]
     data = NodeOrder("pagerank", attr_name="node_score_pagerank")(data)
     check_stored(data, ["node_score_pagerank"])
+    data = DAGDecomposition(2, "dag", prefix="node_score_dag")(data)
+    check_stored(data, ["node_score_dag_rank", "node_score_dag_edge_index"])
     with pytest.raises(ValueError, match=r"'data.node_score' must"):
         check_stored(data)
 

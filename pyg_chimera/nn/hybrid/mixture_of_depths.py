@@ -133,11 +133,17 @@ class MixtureOfDepths(Wrapper, torch.nn.Module):
             batch = x.new_zeros(x.size(0), dtype=torch.long)
         node, weight = self._routed(x, batch)
         graph, inside = _among(index, node, x.size(0), self.acyclic)
-        check_no_edge_mask(self.layer, inside.numel() == index.size(1))
+        check_no_edge_mask(
+            self.layer, self.acyclic or inside.numel() < index.size(1), ""
+        )
         attr = None if edge_attr is None else edge_attr[inside]
-        if of_matrix and attr is not None:  # layers may read its values as weights
+        if of_matrix and attr is not None and attr.dim() == 1:
+            # Layers may read its values as weights.
             size = 2 * (node.numel(),)
-            graph, attr = torch.sparse_coo_tensor(graph.flip(0), attr, size), None
+            graph = torch.sparse_coo_tensor(
+                graph.flip(0), attr, size, device=attr.device
+            )
+            attr = None
 
         given = {"batch": batch[node], "edge_attr": attr}
         if pad_node_mask is not None and self.accepts("pad_node_mask"):

@@ -291,7 +291,11 @@ class HybridModel(GraphModel):
         edges, _ = as_edges(edge_index, None, x.size(0), "source_to_target", None)
         check_edge_rows(edge_attr, edges)
         later = (edges[0] < edges[1]).nonzero().view(-1)
-        check_no_edge_mask(self, later.numel() == edges.size(1))
+        check_no_edge_mask(
+            self,
+            later.numel() < edges.size(1),
+            "remove edges to earlier nodes first, or ",
+        )
         return edges[:, later], None if edge_attr is None else edge_attr[later]
 
 

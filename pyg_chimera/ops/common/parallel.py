@@ -8,7 +8,7 @@ wake up, which is longer than many kernels take.
 import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -79,7 +79,7 @@ def on_threads(kernel: Any) -> Callable[..., None]:
     function = FunctionType(code, {"_fork": _fork}, name)
     function.__qualname__, function.__module__ = name, of.__module__
     drive = compiled()(function)
-    found: dict[bytes, tuple[int, Callable]] = {}
+    found: dict[bytes, Callable] = {}
     # Python calls it through `drive` only: called directly, it would crash from now on.
     compiler = kernel._compiler
     compiler.targetoptions = compiler.targetoptions | {"no_cpython_wrapper": True}
@@ -87,14 +87,16 @@ def on_threads(kernel: Any) -> Callable[..., None]:
     def call(
         threads: int, bounds: Any, queue: Any, scratch: Any, size: int, *args: Any
     ) -> None:
+        # `bounds`, `queue` and `size` always have the types that `run` gives them.
         kinds = compute_fingerprint((scratch, args))
-        if kinds not in found:
+        entry = found.get(kinds)
+        if entry is None:
             address = _address(kernel, queue, scratch, *args)
             given = address, threads, bounds, queue, scratch, size, args
             # What numba calls after it has found out types, which takes as long.
-            found[kinds] = address, drive.compile(tuple(map(typeof, given)))
-        address, entry = found[kinds]
-        entry(address, threads, bounds, queue, scratch, size, args)
+            compiled_for = drive.compile(tuple(map(typeof, given)))
+            entry = found[kinds] = partial(compiled_for, address)
+        entry(threads, bounds, queue, scratch, size, args)
 
     return call
 

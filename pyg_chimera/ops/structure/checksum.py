@@ -9,7 +9,8 @@ from torch import Tensor
 from pyg_chimera.ops.common.cache import scrambled
 from pyg_chimera.ops.structure.edges import edges_of
 
-#: An attribute with this ending is a checksum, for all attributes that begin alike.
+#: An attribute with this ending is a checksum, for all attributes that begin alike,
+#: unless those have one that is more alike.
 SUFFIX = "_checksum"
 
 
@@ -74,25 +75,23 @@ def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
         ValueError: If an attribute was stored for other edges or nodes.
     """
     keys = sorted(data.keys())
-    names = list(keys if names is None else names)
-    for key in keys:
-        stem = key.removesuffix(SUFFIX)
-        stored = [
-            name
-            for name in names
-            if f"{name}_".startswith(f"{stem}_")
-            and (name == stem or f"{name}{SUFFIX}" not in keys)  # its own
-            and not name.endswith(SUFFIX)
-        ]
-        if stem == key or not stored or not _is_checksum(data[key]):
-            continue
-        if got := _difference(data, stem):
+    names = [x for x in (keys if names is None else names) if not x.endswith(SUFFIX)]
+    ends = [x for x in keys if x.endswith(SUFFIX) and _is_checksum(data[x])]
+    stems = [x.removesuffix(SUFFIX) for x in ends]
+
+    def owner(name: str) -> str:
+        found = (x for x in stems if f"{name}_".startswith(f"{x}_"))
+        return max(found, key=len, default="")
+
+    for stem in stems:
+        stored = [name for name in names if owner(name) == stem]
+        if stored and (got := _difference(data, stem)):
             raise ValueError(
                 f"'data.{stored[0]}' must belong to the edges of the data, got {got}: "
                 "edges or nodes have been added, removed or renumbered since it was "
                 "stored. Apply the transform that stores it after what does so, or as "
                 "the 'transform' of a loader that samples. To use it all the same, "
-                f"delete 'data.{key}'"
+                f"delete 'data.{stem}{SUFFIX}'"
             )
 
 

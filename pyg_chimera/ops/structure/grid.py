@@ -107,12 +107,12 @@ def flat_sizes(height: int | Tensor, width: int | Tensor, nodes: Tensor) -> list
 
 def grid_edges(height: int, width: int) -> tuple[Tensor, Tensor]:
     """Edges in both directions, by source, then target; (column, row) of the nodes."""
-    node = torch.arange(height * width)
+    node = torch.arange(height * width, device="cpu")
     row, col = node // width, node % width
     # Neighbours above, left, right and below.
     exists = torch.stack([row > 0, col > 0, col < width - 1, row < height - 1], dim=1)
     source, side = exists.nonzero(as_tuple=True)
-    target = source + torch.tensor([-width, -1, 1, width])[side]
+    target = source + torch.tensor([-width, -1, 1, width], device="cpu")[side]
     return torch.stack([source, target]), torch.stack([col, row], dim=1)
 
 

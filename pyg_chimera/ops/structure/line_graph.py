@@ -214,17 +214,17 @@ def _consecutive(
     source: np.ndarray, target: np.ndarray, n: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The line edges and their nodes, if there is room for them."""
-    count = int(np.bincount(source, minlength=n)[target].sum())
+    count = np.bincount(source, minlength=n)[target]
+    total = int(count.sum())
     check_memory(
-        f"{count:,} pairs of consecutive edges of {len(source):,}, most of them at "
+        f"{total:,} pairs of consecutive edges of {len(source):,}, most of them at "
         "nodes that many edges enter and leave,",
-        48 * count,  # which are remembered and returned
+        48 * total,  # which are remembered and returned
         "use samples of the graph, a layer whose states are on nodes, such as "
         "'ChimeraDAGConv', or turns=False of 'PLSTMConv'",
     )
     edge = np.arange(len(source))
     ptr, leaving = compress(source, edge, n)
-    count = np.diff(ptr)[target]
     lines = np.stack([edge.repeat(count), leaving[runs(ptr[target], count)]])
     return lines, target.repeat(count)
 

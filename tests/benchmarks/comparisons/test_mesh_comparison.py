@@ -311,7 +311,7 @@ def test_graphs_count_alike_in_the_error():
 
 
 def test_ranges_grow_with_meshes():
-    ours = compared.get_study("poisson").build(NORMS[0], "chimera", "tied", 16, 16)
+    ours = compared.get_study("poisson").build(NORMS[0], "chimera", 3, 16, 16)
     ranges = [x.reach_nodes for x in ours.modules() if isinstance(x, ChimeraConv)]
     assert ranges == 3 * [compared.REACH_NODES]
 

@@ -464,7 +464,7 @@ def test_graphs_count_alike_in_the_errors(ieee, tmp_path):
     assert task.metrics["angle"].compute().item() == pytest.approx(0.2, abs=1e-4)
 
 
-@pytest.mark.parametrize(("arm", "option"), [("chimera", "tied"), ("gated-gcn", 2)])
+@pytest.mark.parametrize(("arm", "option"), [("chimera", 3), ("gated-gcn", 2)])
 def test_nothing_is_added_if_nothing_is_missing(tmp_path, arm, option):
     path = power_states.write_grid(tmp_path / "grid.npz", 40, 0)
     states = PowerStates(tmp_path, [path], 2, 0, AddEliminationOrder())

@@ -5,10 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from asserts import assert_batched_equals_single, assert_near, assert_permutes
-from convs import BATCH, DAGS, GRAPH
+from convs import BATCH, DAGS, GRAPH, LAYOUTS, matrix
 from torch import Tensor
 from torch.func import functional_call
 from torch_geometric.data import Batch, Data
+from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.nn import GCNConv
 
 from pyg_chimera.nn import (
@@ -252,21 +253,35 @@ def test_padded_batches():
     assert_near(model(**model.inputs(padded))[:7], out, 1e-12)
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("capacity", [0.6, 1.0])
 def test_weights_of_a_sparse_matrix(layout: str, capacity: float):
     """They are for a convolution to read, as without routing."""
     layer = GPSLayer(C, GCNConv(C, C), ChimeraConv(C), norm="layer_norm")
     conv = MixtureOfDepths(layer, C, capacity).double().eval()
-    x, index = nodes(), edges_of(False)
+    x, index = nodes(), edges_of(False).unique(dim=1)
+    values = torch.rand(index.size(1)).double() + 0.5
     dense = torch.zeros(7, 7).double()
-    dense[index[1], index[0]] = torch.rand(index.size(1)).double() + 0.5
-    graph = dense.to_sparse_coo() if layout == "coo" else dense.to_sparse_csr()
+    dense[index[1], index[0]] = values
+    graph = matrix(index, values, layout)
     node, weight = conv._routed(x, BATCHES * 0)
     y = layer(x[node], dense[node][:, node].to_sparse_coo())
     expected = x.index_copy(0, node, torch.lerp(x[node], y, weight.unsqueeze(1)))
     assert_near(conv(x, graph), expected, 1e-12)
     assert (conv(x, graph) - conv(x, index)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_features_of_a_sparse_matrix(layout: str):
+    """Of which an edge has several."""
+    layer = GPSLayer(C, mixer=ChimeraConv(C, edge_dim=3), norm="layer_norm")
+    conv = MixtureOfDepths(layer, C, 0.6).double().eval()
+    x, index = nodes(), edges_of(False).unique(dim=1)
+    values = torch.randn(index.size(1), 3).double()
+    graph = matrix(index, values, layout)
+    with torch.device("meta"):
+        out = conv(x, graph)
+    assert_near(out, conv(x, index, None, values), 1e-12)
 
 
 def test_contracted_paths_have_no_weights():
@@ -278,12 +293,25 @@ def test_contracted_paths_have_no_weights():
 
 def test_edge_masks_are_refused():
     """As they have an entry for each edge of the whole graph."""
-    conv = routing("delta", 0.5)
-    conv.layer.mixer.explain = True
-    with pytest.raises(ValueError, match="of this GPSLayer read some"):
-        conv(nodes(), edges_of(False))
-    conv.layer.mixer.explain = None
-    assert conv(nodes(), edges_of(False)).isfinite().all()
+    for name, capacity in (("delta", 0.5), ("dag", 1.0)):
+        index = edges_of(name == "dag")
+
+        def explained(mask: str | None, name=name, capacity=capacity, index=index):
+            explainer = Explainer(
+                routing(name, capacity),
+                GNNExplainer(epochs=2),
+                explanation_type="model",
+                node_mask_type="object",
+                edge_mask_type=mask,
+                model_config=dict(
+                    mode="regression", task_level="node", return_type="raw"
+                ),
+            )
+            return explainer(nodes(), index)
+
+        with pytest.raises(ValueError, match="GPSLayer read some: explain features"):
+            explained("object")
+        assert explained(None).node_mask.shape == (7, 1)
 
 
 def test_bad_arguments():
