@@ -6,6 +6,8 @@ If so, change the list below, and tell users in CHANGELOG.md.
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,14 @@ def test_classes_and_functions_say_where_they_belong(name):
     for public in PUBLIC[name]:
         home = getattr(getattr(module, public), "__module__", "pyg_chimera")
         assert home.startswith("pyg_chimera"), public
+
+
+def test_imports_whatever_the_default_device():
+    """As after `torch.set_default_device("cuda")`."""
+    names = ("nn", "transforms", "datasets", "utils", "graphgym")
+    lines = ["import torch", "torch.set_default_device('meta')"]
+    lines += [f"import pyg_chimera.{name}" for name in names]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 def test_documentation_has_a_page_for_each_subpackage():
