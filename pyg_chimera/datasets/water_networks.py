@@ -124,7 +124,7 @@ class SampleSensors(BaseTransform):
             rng = np.random.default_rng([self.seed, state, len(junctions)])
             order = torch.from_numpy(rng.permutation(len(junctions)))
         sensors = torch.zeros_like(known)
-        sensors[junctions[order[:count].to(junctions.device)]] = True
+        sensors[junctions[order[:count]]] = True
         measured = data.y[sensors].double()
         mean = measured.mean().float()
         scale = measured.std(correction=0).clamp(min=LEAST_SCALE).float()

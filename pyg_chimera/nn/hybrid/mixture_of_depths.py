@@ -124,7 +124,7 @@ class MixtureOfDepths(Wrapper, torch.nn.Module):
                 "'edge_attr' must be None with acyclic=True, as paths between routed "
                 f"nodes have no features, got shape {list(edge_attr.shape)}"
             )
-        of_matrix = edge_attr is None and not self.acyclic
+        are_values = edge_attr is None  # what a matrix has, if anything
         index, edge_attr = as_edges(
             edge_index, edge_attr, x.size(0), "", None if self.acyclic else -1
         )
@@ -137,8 +137,8 @@ class MixtureOfDepths(Wrapper, torch.nn.Module):
             self.layer, self.acyclic or inside.numel() < index.size(1), ""
         )
         attr = None if edge_attr is None else edge_attr[inside]
-        if of_matrix and attr is not None and attr.dim() == 1:
-            # Layers may read its values as weights.
+        if are_values and attr is not None and attr.dim() == 1:
+            # Layers may read them as weights.
             size = 2 * (node.numel(),)
             graph = torch.sparse_coo_tensor(
                 graph.flip(0), attr, size, device=attr.device
