@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from json_files import write_json
-from options import add_rows, output
+from options import add_rows, measure_rows
 from steps import Step, compare
-from timing import interleave, machine, ratio, show, shown, summary
+from timing import interleave, ratio, show, shown, summary
 from torch import Tensor
 from torch_geometric.utils import (
     scatter,
@@ -338,20 +337,11 @@ def main() -> None:
     )
     add_rows(parser)
     args = parser.parse_args()
-    out = output(args, "decisions-cpu")
     if args.smoke:
         args.repeats = 1
     torch.manual_seed(0)
-    results, host = [], machine("cpu")  # before it is busy
-    for row in rows(args):
-        if args.only is None or row.name in args.only:
-            results.append(measure(row, args))
-            write_json(out, {"machine": host, "decisions": results})
-    if not results:
-        raise SystemExit(f"--only: no row has one of the names {args.only}")
-    show("")
-    print(report(results))
-    print(f"\nWritten: {out}")
+    named = ((row.name, row) for row in rows(args))
+    measure_rows("decisions", named, lambda _, row: measure(row, args), report, args)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ timed within `ops.unchecked()`, where the host need not wait for it.
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from json_files import write_json
-from options import add_rows, output
-from timing import Timing, interleave, machine, ratio, show, shown, summary
+from options import add_rows, measure_rows
+from timing import Timing, interleave, ratio, show, shown, summary
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention
 from torch_geometric.nn import GPSConv
@@ -215,9 +215,11 @@ def fits(case: Case) -> bool:
     return fit
 
 
-def measure(name: str, cases: list[Case], args: Namespace) -> dict[str, Any]:
+def measure(
+    name: str, make: Callable[[], list[Case]], args: Namespace
+) -> dict[str, Any]:
     show(name)
-    cases = [case.to(args.device) for case in cases]
+    cases = [case.to(args.device) for case in make()]
     nodes = cases[0].x.numel() // cases[0].x.size(-1)
     errors = {case.name: check(case) for case in cases if nodes <= COMPARED}
     if args.device == "cuda":
@@ -257,18 +259,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_rows(parser)
     args = parser.parse_args()
-    out = output(args, f"layers-{args.device}")
     if args.smoke:
         args.repeats = 1
     torch.manual_seed(0)
-    results, host = [], machine(args.device)  # before it is busy
-    for name, make in rows(args):
-        if args.only is None or name in args.only:
-            results.append(measure(name, make(), args))
-            write_json(out, {"machine": host, "layers": results})
-    show("")
-    print(report(results))
-    print(f"\nWritten: {out}")
+    measure_rows(
+        "layers", rows(args), partial(measure, args=args), report, args, args.device
+    )
 
 
 if __name__ == "__main__":

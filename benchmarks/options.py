@@ -1,8 +1,12 @@
-"""The command line options that benchmarks share."""
+"""The command line options that benchmarks share, and what they do."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+from json_files import write_json
+from timing import machine, show
 from workloads import PEPTIDES, REPOSITORY
 
 
@@ -31,3 +35,25 @@ def output(args: Namespace, name: str) -> Path:
     if out.exists() and not (args.overwrite or args.smoke):
         raise SystemExit(f"{out} exists: pass --overwrite, or another --out")
     return out
+
+
+def measure_rows(
+    key: str,
+    rows: Iterable[tuple[str, Any]],
+    measure: Callable[[str, Any], dict[str, Any] | None],
+    report: Callable[[list[dict[str, Any]]], str],
+    args: Namespace,
+    device: str = "cpu",
+) -> None:
+    """Measures what has a name that is asked for, and writes results as they come."""
+    out, results, host = output(args, f"{key}-{device}"), [], machine(device)
+    for name, row in rows:
+        if args.only is None or name in args.only:
+            found = measure(name, row)
+            results += [] if found is None else [found]
+            write_json(out, {"machine": host, key: results})
+    if not results:
+        raise SystemExit(f"--only: no row has one of the names {args.only}")
+    show("")
+    print(report(results))
+    print(f"\nWritten: {out}")

@@ -25,12 +25,10 @@ from unittest.mock import patch
 os.environ |= {f"MALLOC_{x}_": "65536" for x in ("MMAP_THRESHOLD", "TRIM_THRESHOLD")}
 
 import torch
-from json_files import write_json
 from layers import Case, rows
-from options import add_output, output
+from options import add_output, measure_rows
 from timing import (
     in_fresh_process,
-    machine,
     peak_memory,
     reset_peak_memory,
     show,
@@ -155,17 +153,9 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=PEPTIDES)
     add_output(parser)
     args = parser.parse_args()
-    out = output(args, "predictions-cpu")
     torch.set_num_threads(1)
-    results = []
-    for name, _ in rows(Namespace(root=args.root, smoke=args.smoke, device="cpu")):
-        if args.only is None or name in args.only:
-            row = measure(name, args)
-            results += [] if row is None else [row]
-            write_json(out, {"machine": machine("cpu"), "predictions": results})
-    show("")
-    print(report(results))
-    print(f"\nWritten: {out}")
+    named = rows(Namespace(root=args.root, smoke=args.smoke, device="cpu"))
+    measure_rows("predictions", named, lambda x, _: measure(x, args), report, args)
 
 
 if __name__ == "__main__":

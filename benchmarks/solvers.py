@@ -12,14 +12,14 @@ the edges are added. All solutions and gradients are compared before they are ti
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
-from json_files import write_json
-from options import add_output, output
+from options import add_output, measure_rows
 from scipy.sparse import csc_array, csr_array
 from scipy.sparse.linalg import splu, spsolve, spsolve_triangular
-from timing import Timing, interleave, machine, ratio, show, summary, table
+from timing import Timing, interleave, ratio, show, summary, table
 from torch import Tensor
 from workloads import planar
 
@@ -184,17 +184,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     add_output(parser)
     args = parser.parse_args()
-    out = output(args, "solvers-cpu")
+    repeats = 1 if args.smoke else args.repeats
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    results = []
-    for name, parts in systems(args.smoke).items():
-        if args.only is None or name in args.only:
-            results.append(measure(name, parts, 1 if args.smoke else args.repeats))
-            write_json(out, {"machine": machine("cpu"), "solvers": results})
-    show("")
-    print(report(results))
-    print(f"\nWritten: {out}")
+    rows = systems(args.smoke).items()
+    measure_rows("solvers", rows, partial(measure, repeats=repeats), report, args)
 
 
 if __name__ == "__main__":
