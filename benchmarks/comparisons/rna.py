@@ -50,7 +50,7 @@ import torch.nn.functional as F
 from common import Task, main, make_parser
 from protocol import PREPARE, SHARED_ARMS, DrawnGraphs, Study, build_layer, reads
 from torch import Tensor
-from torch.nn import GRU, LayerNorm, Linear, Module
+from torch.nn import GRU, Dropout, LayerNorm, Linear, Module, Sequential
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import scatter, to_dense_batch
@@ -351,11 +351,11 @@ def untrained(task: str, data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 class FoldGRU(Module):
     """A residual GRU along the backbone, both ways, of each base and its partner."""
 
-    def __init__(self, channels: int, hidden: int) -> None:
+    def __init__(self, channels: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = LayerNorm(channels)
         self.gru = GRU(2 * channels, hidden, batch_first=True, bidirectional=True)
-        self.lin = Linear(2 * hidden, channels)
+        self.lin = Sequential(Linear(2 * hidden, channels), Dropout(dropout))
 
     def forward(
         self,
@@ -384,7 +384,13 @@ class PartnerConv(Module):
 
 
 def build_model(
-    task: str, norm: str, arm: str, option: Any, channels: int, hidden: int
+    task: str,
+    dropout: float,
+    norm: str,
+    arm: str,
+    option: Any,
+    channels: int,
+    hidden: int,
 ) -> GraphModel:
     """A model of a width, with feed-forward networks, or a GRU, of another."""
     shape = TASKS[task]
@@ -392,14 +398,15 @@ def build_model(
 
     def layer(place: int) -> Module:
         if arm == "gru":
-            return FoldGRU(channels, hidden)
+            return FoldGRU(channels, hidden, dropout)
         if arm == "transformer":
             conv = PartnerConv(channels)
             mixer = SelfAttention(channels, 4, rotary="sequence")
             return GPSLayer(
-                channels, conv, mixer, norm=norm, norm_first=True, mlp_channels=hidden
-            )
-        return build_layer(norm, arm, option, place, channels, hidden)
+                channels, conv, mixer, dropout=dropout, norm=norm, norm_first=True,
+                mlp_channels=hidden,
+            )  # fmt: skip
+        return build_layer(norm, arm, option, place, channels, hidden, dropout)
 
     along = ("gru", "transformer")
     given = reads(arm, option, channels)
@@ -421,9 +428,9 @@ def build_model(
 # Runs ----------------------------------------------------------------------------
 
 
-def get_study(task: str) -> Study:
+def get_study(task: str, dropout: float = 0.0) -> Study:
     """The comparison on a task."""
-    build, metrics = partial(build_model, task), partial(get_task, task)
+    build, metrics = partial(build_model, task, dropout), partial(get_task, task)
     return Study(ARMS, build, metrics, get_datasets, partial(untrained, task))
 
 
@@ -432,6 +439,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__doc__, ["default"], root="data/rna")
     add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="families", help="default: families")
+    add("--dropout", type=float, default=0.0, help="of all arms; default: 0")
     args = get_study("families").parse(parser, argv, PRESETS)
     args.out = args.out or Path("runs", "rna", args.task, args.preset)
     return args
@@ -439,4 +447,4 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 if __name__ == "__main__":
     args = get_args()
-    sys.exit(main(get_study(args.task).run, args))
+    sys.exit(main(get_study(args.task, args.dropout).run, args))

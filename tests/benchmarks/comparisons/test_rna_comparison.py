@@ -294,6 +294,17 @@ def test_a_gru_is_that_of_bases_and_partners():
     assert torch.allclose(found, x + layer.lin(h[0]), atol=1e-6)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("arm", compared.ARMS)
+def test_all_arms_have_the_dropout(arm, dropout):
+    build, option = compared.get_study("families", dropout).build, compared.ARMS[arm][1]
+    model = build(NORMS[0], arm, option[0], 16, 16)
+    graph = compared.get_graph(compared.Molecule("ACGU" * 3, "." * 12, 0))
+    inputs = model.inputs(compared.PREPARE(graph))
+    same = torch.equal(model(**inputs), model(**inputs))
+    assert same == (dropout == 0)
+
+
 # Runs ----------------------------------------------------------------------------
 
 
