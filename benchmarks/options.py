@@ -31,8 +31,8 @@ def add_rows(parser: ArgumentParser) -> None:
 
 def output(args: Namespace, name: str) -> Path:
     """Where to write: not over earlier results, except where asked to."""
-    out = args.out or REPOSITORY / "runs" / f"{name}.json"
-    if out.exists() and not (args.overwrite or args.smoke):
+    out = args.out or REPOSITORY / "runs" / f"{name}{'-smoke' * args.smoke}.json"
+    if out.exists() and not args.overwrite and (args.out or not args.smoke):
         raise SystemExit(f"{out} exists: pass --overwrite, or another --out")
     return out
 
@@ -47,13 +47,15 @@ def measure_rows(
 ) -> None:
     """Measures what has a name that is asked for, and writes results as they come."""
     out, results, host = output(args, f"{key}-{device}"), [], machine(device)
+    unknown = set(args.only or ())
     for name, row in rows:
         if args.only is None or name in args.only:
+            unknown.discard(name)
             found = measure(name, row)
             results += [] if found is None else [found]
             write_json(out, {"machine": host, key: results})
-    if not results:
-        raise SystemExit(f"--only: no row has one of the names {args.only}")
     show("")
-    print(report(results))
-    print(f"\nWritten: {out}")
+    if results:
+        print(f"{report(results)}\n\nWritten: {out}")
+    if unknown:
+        raise SystemExit(f"--only: no row is called {', '.join(sorted(unknown))}")

@@ -70,7 +70,7 @@ def fit(
             group["lr"] = lr * rise * (1 + cos(pi * done)) / 2
         optimizer.step()
         steps += 1
-        done = (time.process_time() - start) / seconds
+        done = (time.process_time() - start) / max(seconds, 1e-3)
     wall = time.perf_counter() - wall
     return {"steps": steps, "wall_seconds": wall, "loss": loss}
 

@@ -82,7 +82,7 @@ def train(model: GraphModel, data: Data, seconds: float) -> tuple[Tensor, float,
                 predicted, best = out, val
         epoch += 1  # the first is not timed, as it may compile kernels
         start = time.process_time() if epoch == 1 else start
-        progress = (time.process_time() - start) / seconds
+        progress = (time.process_time() - start) / max(seconds, 1e-3)
         bar.update(min(int(100 * progress), 100) - bar.n)
     bar.close()
     return predicted, best, epoch

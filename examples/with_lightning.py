@@ -78,7 +78,9 @@ class Classifier(pl.LightningModule):
 def main(argv: list[str] | None = None) -> float:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--dataset", default="MUTAG", help="of the TUDataset collection"
+        "--dataset",
+        default="MUTAG",
+        help="of the TUDataset collection, with features of nodes",
     )
     parser.add_argument("--root", default="data")
     parser.add_argument("--epochs", type=int, default=50)

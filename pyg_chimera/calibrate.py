@@ -202,11 +202,6 @@ def _left_out(parts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     )
 
 
-def _off(predicted: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """By which factor predictions are off, up or down."""
-    return np.exp(np.abs(np.log(np.maximum(predicted, 1e-12) / seconds)))
-
-
 # -------------------------------------------------------------------------- the report
 
 
@@ -270,7 +265,7 @@ def _calibrate() -> int:
         ("before, but for a common factor", before),
         ("after, of calls that were left out", _left_out(parts, measured)),
     ):
-        off = _off(predicted, measured)
+        off = np.exp(np.abs(np.log(np.maximum(predicted, 1e-12) / measured)))
         worst = int(off.argmax())
         name, inputs = calls[worst]
         options = [inputs[x] for x in ("solver", "form") if x in inputs]

@@ -80,7 +80,7 @@ class ClusterData(Dataset):
             )
         if data.edge_index is None:
             raise ValueError("'data' must have an 'edge_index', got none")
-        check_integer("num_parts", num_parts, 1)
+        num_parts = check_integer("num_parts", num_parts, 1)
         num_nodes = int(data.num_nodes or 0)
         if num_parts > num_nodes:
             raise ValueError(

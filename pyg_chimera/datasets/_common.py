@@ -11,8 +11,6 @@ from tqdm import tqdm
 
 from pyg_chimera.ops.common.checks import check_option
 
-__all__ = ["SPLITS", "SplitDataset", "atomic_path", "save_atomically"]
-
 SPLITS = ("train", "val", "test")
 
 

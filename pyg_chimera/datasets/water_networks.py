@@ -283,8 +283,11 @@ class WaterNetworks(Dataset):
     @property
     def processed_file_names(self) -> list[str]:
         """A file for each network, named by what it depends on."""
+        made = ""
+        if self.pre_transform is not None:
+            made = "-" + sha256(repr(self.pre_transform).encode()).hexdigest()[:8]
         return [
-            f"{_name(path)}-{digest}-{self.num_states}-seed{self.seed}-v2.pt"
+            f"{_name(path)}-{digest}-{self.num_states}-seed{self.seed}{made}-v2.pt"
             for path, digest in zip(self.paths, self._digests, strict=True)
         ]
 

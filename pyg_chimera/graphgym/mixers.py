@@ -22,16 +22,6 @@ from pyg_chimera.nn._routing import Route
 from pyg_chimera.ops.common.checks import readable
 from pyg_chimera.ops.structure import check_stored
 
-__all__ = [
-    "MIXERS",
-    "edge_width",
-    "edges_read",
-    "make_hybrid",
-    "make_mixer",
-    "run_mixer",
-    "structure",
-]
-
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 MIXERS: dict[str, type[torch.nn.Module]] = {

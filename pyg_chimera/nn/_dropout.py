@@ -3,8 +3,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.torch_private import is_followed
 
-__all__ = ["Dropout"]
-
 
 class Dropout(torch.nn.Dropout):
     """PyTorch's, with 16 random bits for each entry on a CPU, as its own draws take

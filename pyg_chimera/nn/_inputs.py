@@ -25,33 +25,6 @@ from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.edges import edges_of
 from pyg_chimera.ops.structure.grid import grid_sizes
 
-__all__ = [
-    "TakesTensors",
-    "all_parameters",
-    "as_edges",
-    "at_least_float32",
-    "check_channels",
-    "check_edge_attr",
-    "check_edge_rows",
-    "check_grids",
-    "check_heads",
-    "check_inputs",
-    "check_no_edge_attr",
-    "check_no_edge_mask",
-    "check_size",
-    "edge_features",
-    "edges_of",
-    "for_each_dag",
-    "has_edge_mask",
-    "heads_of",
-    "may_be_divided",
-    "named",
-    "plain_edges",
-    "side_by_side",
-    "why_not_finite",
-    "with_values",
-]
-
 
 def all_parameters(cls: type) -> list[inspect.Parameter]:
     """The parameters of a constructor; those passed on to base classes by name only."""

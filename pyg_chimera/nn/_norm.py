@@ -13,8 +13,6 @@ from pyg_chimera.nn._routing import Route
 from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm, masked_norm
 from pyg_chimera.ops.gated_norm import gated_norm, rms_norm
 
-__all__ = ["LazyLayerNorm", "Norm", "RMSNorm", "norm_arguments", "rms_norm"]
-
 #: PyG's norms that do not take the number of channels.
 _WITHOUT_SIZE = ("pair", "meansubtraction", "graphsize")
 
@@ -77,6 +75,11 @@ class Norm(torch.nn.Module):
             )
         made = self.norm
         self._with_batch = made is not None and Route.of(made).accepts("batch")
+
+    @property
+    def reads_graphs(self) -> bool:
+        """Whether nodes are normalized by others of their graph."""
+        return self._with_batch and getattr(self.norm, "mode", "") != "node"
 
     def reset_parameters(self) -> None:
         reset(self.norm)

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-__all__ = ["renamed"]
-
 Init = TypeVar("Init", bound=Callable)
 
 

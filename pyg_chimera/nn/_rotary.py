@@ -5,8 +5,6 @@ depend on the distance between positions.
 import torch
 from torch import Tensor
 
-__all__ = ["rotary_angles", "rotate"]
-
 
 def rotary_angles(places: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     """The angles of `"RoFormer" <https://arxiv.org/abs/2104.09864>`_: wavelengths from

@@ -15,8 +15,6 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.ops.common.memory import check_memory
 
-__all__ = ["Route", "Wrapper", "reset_layer", "unwrapped"]
-
 #: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 #: PyTorch's modules on padded graphs.
@@ -34,11 +32,10 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 def reset_layer(module: torch.nn.Module) -> None:
     """Resets all learnable parameters of a layer."""
     reset(module)
-    # Attention modules have another name for it, and one of them resets only some of
-    # its parameters.
-    own_reset = getattr(module, "_reset_parameters", None)
-    if own_reset is not None:
-        own_reset()
+    # PyTorch's attention has another name for it.
+    for part in module.modules():
+        if isinstance(part, MultiheadAttention):
+            part._reset_parameters()
 
 
 class Wrapper:

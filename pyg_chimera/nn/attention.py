@@ -7,7 +7,7 @@ from torch.nn import Linear
 
 from pyg_chimera.nn._inputs import heads_of
 from pyg_chimera.nn._rotary import rotary_angles, rotate
-from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.common.checks import check_integer, check_option, check_shape
 from pyg_chimera.ops.common.memory import check_memory
 
 __all__ = ["SelfAttention"]
@@ -110,6 +110,8 @@ class SelfAttention(torch.nn.Module):
             raise TypeError(
                 f"'mask' must be bool, True for actual nodes, got {mask.dtype}"
             )
+        if mask is not None:
+            check_shape("mask", mask, "[graphs, nodes]", list(x.shape[:2]))
         query, key, value = self.project(x)
         if self.rotary is not None:
             places = self._places(x, width)

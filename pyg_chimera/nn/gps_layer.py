@@ -18,7 +18,6 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import Route, Wrapper, reset_layer
 from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
-from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.ops.common.checks import check_integer, check_option
 
 __all__ = ["GPSLayer"]
@@ -320,7 +319,8 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
 
         Raises:
             ValueError: If there is a convolution, the mixer does not support it, or
-                norms are :class:`~pyg_chimera.nn.GraphBatchNorm`, the default.
+                norms read whole graphs, as does the default,
+                :class:`~pyg_chimera.nn.GraphBatchNorm`.
         """
         check_inputs(x, self.channels)
         if self.conv is not None or not hasattr(self.mixer, "step"):
@@ -328,12 +328,13 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
                 "Sequences are continued by a layer without 'conv', with a mixer that "
                 f"has a method 'step', got conv={self.conv} and mixer={self.mixer}"
             )
-        if any(isinstance(module, GraphBatchNorm) for module in self.norms.modules()):
-            raise ValueError(
-                "Sequences are continued by a layer with norms of each node, got "
-                "norm='graph_batch_norm', which reads whole graphs. Construct it with "
-                "norm='layer_norm', or 'batch_norm' for evaluation only."
-            )
+        for norm in self.norms.values():
+            if cast(Norm, norm).reads_graphs:
+                raise ValueError(
+                    f"Sequences are continued by a layer with norms of each node, got "
+                    f"{norm.norm}, which reads whole graphs. Construct it with "
+                    "norm='layer_norm', or 'batch_norm' for evaluation only."
+                )
         h = self._norm("mixer", x, None) if self.norm_first else x
         h, state = cast(Any, self.mixer).step(h, state)
         out = x + self.drop(h)

@@ -7,6 +7,7 @@ from torch_geometric.nn import BatchNorm
 from torch_geometric.utils import scatter
 
 from pyg_chimera.nn._inputs import at_least_float32
+from pyg_chimera.ops.common.checks import extremes
 from pyg_chimera.ops.common.torch_private import is_followed
 from pyg_chimera.ops.structure.node_sequences import dense_rank
 
@@ -200,5 +201,7 @@ def _normalized(
 def _num_graphs(batch: Tensor) -> Tensor:
     """The number of graphs that have rows."""
     if batch.is_cpu and not is_followed():  # counting is faster than sorting
-        return torch.bincount(batch).count_nonzero()
+        low, high = extremes(batch)
+        if low >= 0 and high < 16 * len(batch):
+            return torch.bincount(batch).count_nonzero()
     return dense_rank(batch).max() + 1

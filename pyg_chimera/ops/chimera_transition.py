@@ -4,6 +4,8 @@ Selectivities are non-negative. The larger they are, the less of a state survive
 edge.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from scipy.sparse import csr_array
@@ -16,14 +18,17 @@ from pyg_chimera.ops.common.checks import (
     check_dim,
     check_edge_index,
     check_edges,
+    check_float,
+    check_number,
     check_shape,
+    readable,
 )
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.operator import one_by_one
 from pyg_chimera.ops.common.portability import is_portable, portable_form
 from pyg_chimera.ops.common.torch_private import NOT_IN_CUDA_GRAPHS
 from pyg_chimera.ops.edge_softmax import edge_softmax
-from pyg_chimera.ops.structure.csr import to_numpy
+from pyg_chimera.ops.structure.csr import places, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.registered import structural_op
 
@@ -94,6 +99,7 @@ def transition_and_rest(
     :math:`1 - \sum_j A_{ij}`, [V, H] in the dtype of psi, without the error of a
     difference.
     """
+    check_number("gamma", gamma)
     if not 0 < gamma <= 1:
         raise ValueError(f"'gamma' must be in (0, 1], got {gamma}")
     nodes = {"target": target, "source": source, "psi": psi}
@@ -136,6 +142,8 @@ def released_transition(
     """
     nodes = {"target": target, "source": source, "psi": psi}
     edge_index = _checked(edge_index, num_nodes, **nodes, edge=edge)
+    if readable():
+        check_edge_index(edge_index, num_nodes)
     col, row = edge_index[0], edge_index[1]
     decay = target[row] + source[col]
     weight = torch.exp(-decay / 2 if edge is None else -(decay + edge) / 3)
@@ -316,9 +324,8 @@ def balanced_path_transition(
     Raises:
         ValueError: As in :func:`path_transition`.
     """
-    edge_index = _checked(
-        edge_index, num_nodes, weight=log_weight, psi=psi, log_source=log_source
-    )
+    given = {"log_weight": log_weight, "psi": psi, "log_source": log_source}
+    edge_index = _checked(edge_index, num_nodes, **given)
     reverse = _path_reverse(edge_index, num_nodes)
     tilt, fall = _log_path_transition(edge_index, reverse, log_weight, psi)
     gain, own = (tilt + fall).detach(), log_source.detach()  # any scale cancels
@@ -383,13 +390,17 @@ def _checked(
     """Checks selectivities of nodes, [V, H], and of edges, [E, H], with as many heads
     as the first one; returns the edges as int64.
     """
-    like = next(x for x in selectivities.values() if x is not None)
-    edge_index = check_edges("edge_index", edge_index, like)
+    given: dict[str, Any] = {
+        name: x
+        for name, x in selectivities.items()
+        if x is not None or name not in ("edge", "root")
+    }
+    for name, x in given.items():
+        check_float(name, x)
+    edge_index = check_edges("edge_index", edge_index, next(iter(given.values())))
     heads = None
-    for name, x in selectivities.items():
-        if x is None:
-            continue
-        on_edges = name in ("edge", "delta", "weight")
+    for name, x in given.items():
+        on_edges = name in ("edge", "delta", "weight", "log_weight")
         rows = edge_index.size(1) if on_edges else num_nodes
         layout = "[edges, heads]" if on_edges else "[nodes, heads]"
         check_dim(name, x, layout, 2)
@@ -408,10 +419,8 @@ def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
     check_edge_index(edge_index, num_nodes)
     col, row = to_numpy(edge_index)
     key, mirrored = col * num_nodes + row, row * num_nodes + col
-    order = np.argsort(key)
-    found = np.minimum(np.searchsorted(key[order], mirrored), max(len(order) - 1, 0))
-    reverse = order[found]
-    alone = np.flatnonzero(key[reverse] != mirrored)
+    reverse = places(key, mirrored)
+    alone = np.flatnonzero(reverse < 0)
     if alone.size:
         e = int(alone[0])
         raise ValueError(

@@ -391,7 +391,7 @@ def _pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor
 
 @has_form
 def _checked_distance(
-    edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int
+    edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int, k: int
 ) -> Tensor:
     return distance.clone()
 

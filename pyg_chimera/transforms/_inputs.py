@@ -12,8 +12,6 @@ from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.structure.checksum import SUFFIX, checksum
 from pyg_chimera.ops.structure.edges import edges_of
 
-__all__ = ["Transform", "check_attr_name", "graph_of", "mark", "score_of"]
-
 #: Attributes of the graph itself, without which it would be another one.
 _OF_THE_GRAPH = ("edge_index", "edge_attr", "x", "y", "pos", "num_nodes")
 
@@ -64,10 +62,10 @@ def check_attr_name(argument: str, name: str) -> None:
     """Refuses names of the graph itself, and names of indices by PyG's rules."""
     if not isinstance(name, str):
         raise TypeError(f"'{argument}' must be a string, got {name!r}")
-    if "index" in name or "batch" in name or name == "face":
+    if "index" in name or "batch" in name or name in ("", "face", "ptr"):
         raise ValueError(
-            f"'{argument}' must not contain 'index' or 'batch' or be 'face', as PyG "
-            f"tells by the name how to batch an attribute, got '{name}'"
+            f"'{argument}' must not contain 'index' or 'batch' or be 'face', 'ptr' or "
+            f"empty, as PyG tells by the name how to batch an attribute, got '{name}'"
         )
     taken = argument == "prefix" and (name == "edge" or f"_{name}".endswith("_line"))
     if name in _OF_THE_GRAPH or taken:

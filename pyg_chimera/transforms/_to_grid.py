@@ -8,8 +8,6 @@ from torch_geometric.data import Batch, Data, HeteroData
 from pyg_chimera.ops.structure.grid import grid_edges
 from pyg_chimera.transforms._inputs import Transform
 
-__all__ = ["ToGrid"]
-
 
 class ToGrid(Transform):
     """Converts an attribute of the data, or its content alone, to a grid graph."""

@@ -95,7 +95,9 @@ class DirectedLineGraph(Transform):
         """Adds the attribute to a copy of the data."""
         dags, num_nodes = _dags_of(data, self._prefix)
         lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
-        return _with_lines(data, f"{self._prefix}{_LINES}", self._prefix, lines)
+        out = _with_lines(data, f"{self._prefix}{_LINES}", self._prefix, lines)
+        out.pop(f"{self._prefix}{_LINES}_pruned", None)  # that of another line graph
+        return out
 
 
 @functional_transform("chimera_multitree_pruning")

@@ -100,10 +100,10 @@ class PadBatch(Transform):
     ) -> None:
         self.steps = check_integer("steps", steps, 1)
         limits = {"max_num_nodes": max_num_nodes, "max_num_edges": max_num_edges}
-        for name, limit in limits.items():
-            if limit is not None:
-                check_integer(name, limit, 1)
-        self.max_num_nodes, self.max_num_edges = max_num_nodes, max_num_edges
+        self.max_num_nodes, self.max_num_edges = (
+            None if limit is None else check_integer(name, limit, 1)
+            for name, limit in limits.items()
+        )
         self.follow_batch, self.graph_attrs = follow_batch, graph_attrs
 
     def forward(self, data: Batch | Sequence[Data]) -> Batch:

@@ -1,5 +1,6 @@
 import torch
-from torch_geometric.data import Data
+import torch.nn.functional as F
+from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
 
 from pyg_chimera.ops.common.checks import check_integer, check_option
@@ -149,6 +150,9 @@ class AddDiameter(Transform):
         """Adds the attribute to a copy of the data."""
         edge_index, num_nodes = graph_of(data)
         found = diameter(edge_index, num_nodes, data.batch)
-        data[self.attr_name] = torch.as_tensor(found, device=edge_index.device).view(-1)
+        found = torch.as_tensor(found, device=edge_index.device).view(-1)
+        if isinstance(data, Batch):  # whose last graphs may be empty
+            found = F.pad(found, (0, data.num_graphs - len(found)))
+        data[self.attr_name] = found
         mark(data, self.attr_name)
         return data

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -245,6 +246,8 @@ def _positions(pos: Positions, edge_index: Tensor, num_nodes: int) -> Any:
         import networkx as nx
 
         return nx.spring_layout(_graph(edge_index, num_nodes), seed=0)
+    if isinstance(pos, np.ndarray):
+        pos = torch.from_numpy(pos)
     if not isinstance(pos, Tensor):
         missing = [node for node in range(num_nodes) if node not in pos]
         if missing:

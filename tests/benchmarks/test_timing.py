@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from itertools import count
 from pathlib import Path
 
@@ -91,8 +91,13 @@ def test_nothing_is_replaced_unasked(monkeypatch, tmp_path):
     for own in ([], ["--out", str(default)]):
         with pytest.raises(SystemExit, match=r"exists: pass --overwrite, or another"):
             options.output(parser.parse_args(own), "some")
-    for own in (["--overwrite"], ["--smoke"]):
-        assert options.output(parser.parse_args(own), "some") == default
+    with pytest.raises(SystemExit, match="exists"):
+        options.output(parser.parse_args(["--smoke", "--out", str(default)]), "some")
+    assert options.output(parser.parse_args(["--overwrite"]), "some") == default
+    smoke = default.with_name("some-smoke.json")
+    for _ in range(2):  # of which nothing is kept
+        assert options.output(parser.parse_args(["--smoke"]), "some") == smoke
+        smoke.write_text("{}")
     other = tmp_path / "other.json"
     assert options.output(parser.parse_args(["--out", str(other)]), "some") == other
 
@@ -113,3 +118,20 @@ def test_committed_results_are_laid_out():
     for path in RESULTS.glob("*.json"):
         text = path.read_text()
         assert text == json_files.layout(json.loads(text)) + "\n", path.name
+
+
+def test_rows_are_measured_by_name(tmp_path, capsys):
+    args = Namespace(out=tmp_path / "x.json", overwrite=True, smoke=True, only=None)
+    rows = [("a", 1), ("b", 2), ("c", None)]
+
+    def call(*only):
+        args.only = only or None
+        options.measure_rows("sizes", rows, lambda _, x: x and {"x": x}, str, args)
+        return json.loads(args.out.read_text())["sizes"]
+
+    assert call() == [{"x": 1}, {"x": 2}]
+    assert "[{'x': 1}, {'x': 2}]" in capsys.readouterr().out
+    assert call("b") == [{"x": 2}]
+    with pytest.raises(SystemExit, match="no row is called d, e"):
+        call("e", "a", "d")
+    assert json.loads(args.out.read_text())["sizes"] == [{"x": 1}]

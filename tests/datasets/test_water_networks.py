@@ -582,3 +582,12 @@ def test_real_networks(shared_data, load, name, nodes, edges):
     pressure = (data.y - data.elevation)[data.demand > 0]
     assert pressure.min() >= 0
     assert dataset.dropped[name] < 20
+
+
+def test_files_are_those_of_a_pre_transform(load, tiny):
+    plain = load(tiny)
+    ordered = load(tiny, pre_transform=AddEliminationOrder())
+    assert "elimination_rank" in ordered[0]
+    assert "elimination_rank" not in plain[0]
+    assert "elimination_rank" not in load(tiny)[0]
+    assert torch.equal(ordered[4].y, plain[4].y)

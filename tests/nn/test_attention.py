@@ -81,6 +81,9 @@ def test_errors_and_representation():
         SelfAttention(8, rotary="grid")(torch.randn(1, 4, 8))
     with pytest.raises(ValueError, match=r"'x' must be \[graphs, nodes, 8\], padded"):
         SelfAttention(8)(torch.randn(4, 8))
+    for wrong in ((2, 4), (1, 3)):  # the latter would be broadcast
+        with pytest.raises(ValueError, match=r"'mask' must be .* = \[2, 3\], got"):
+            SelfAttention(8)(torch.randn(2, 3, 8), torch.ones(wrong).bool())
     with pytest.raises(TypeError, match=r"'mask' must be bool.*got torch\.float32"):
         SelfAttention(8)(torch.randn(1, 4, 8), torch.ones(1, 4))
     text = "SelfAttention(8, heads=2, rotary='grid', causal=False)"

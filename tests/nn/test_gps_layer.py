@@ -291,17 +291,28 @@ def test_edge_index_that_is_not_second() -> None:
     torch.testing.assert_close(out, 2 * x + x[6])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: MultiheadAttention(C, 2, batch_first=True),
-        lambda: MultiheadAttention(C, 2),
-        lambda: TransformerEncoderLayer(C, 2, C, batch_first=True),
-        lambda: TransformerEncoder(TransformerEncoderLayer(C, 2, C), 2),
-        NodeModule,
-    ],
-    ids=["attention", "sequence first", "encoder layer", "encoder", "nodes"],
-)
+GLOBAL = {
+    "attention": lambda: MultiheadAttention(C, 2, batch_first=True),
+    "sequence first": lambda: MultiheadAttention(C, 2),
+    "encoder layer": lambda: TransformerEncoderLayer(C, 2, C, batch_first=True),
+    "encoder": lambda: TransformerEncoder(TransformerEncoderLayer(C, 2, C), 2),
+    "nodes": NodeModule,
+}
+
+
+@pytest.mark.parametrize("make", GLOBAL.values(), ids=GLOBAL)
+def test_global_mixers_are_reset(make: Callable) -> None:
+    layer = GPSLayer(C, mixer=make())
+    before = copy.deepcopy(layer.state_dict())
+    for x in layer.parameters():
+        torch.nn.init.constant_(x, 7.0)
+    layer.reset_parameters()
+    for name, x in layer.named_parameters():
+        assert (x != 7).all(), name
+        assert torch.equal(x, before[name]) or x.std() > 0, name
+
+
+@pytest.mark.parametrize("make", GLOBAL.values(), ids=GLOBAL)
 def test_global_mixers_keep_graphs_apart(make: Callable) -> None:
     mixer = make().eval()
     layer = GPSLayer(C, mixer=mixer).eval()

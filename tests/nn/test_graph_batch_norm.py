@@ -6,7 +6,7 @@ import pytest
 import torch
 from asserts import assert_near
 from torch_geometric.data import Batch, Data
-from torch_geometric.nn import BatchNorm, GCNConv
+from torch_geometric.nn import BatchNorm, GCNConv, LayerNorm
 
 from pyg_chimera.nn import (
     ChimeraConv,
@@ -202,3 +202,19 @@ def test_sequences_need_norms_of_each_node():
         GPSLayer(C, mixer=mixer).step(x)
     for norm in ("batch_norm", "layer_norm"):
         assert GPSLayer(C, mixer=mixer, norm=norm).eval().step(x)[0].shape == x.shape
+
+
+def test_memory_does_not_depend_on_labels():
+    norms = [GraphBatchNorm(C) for _ in range(2)]
+    x = torch.randn(4, C)
+    for norm, label in zip(norms, (1, 1 << 40), strict=True):
+        norm(x, torch.tensor([0, 0, label, label]))
+    assert norms[0].graph_share == norms[1].graph_share
+
+
+@pytest.mark.parametrize("norm", ["graph_norm", "pair_norm", LayerNorm(C)])
+def test_sequences_refuse_all_norms_of_whole_graphs(norm):
+    mixer = ChimeraConv(C)
+    mixer.step = lambda x, state: (x, state)
+    with pytest.raises(ValueError, match="reads whole graphs"):
+        GPSLayer(C, mixer=mixer, norm=norm).step(torch.randn(2, C))

@@ -477,6 +477,24 @@ def test_bad_graphs(function):
             function(edge_index, 3, *nodes, edge)
 
 
+def test_what_selectivities_must_be():
+    edge_index, nodes = torch.tensor([[0, 1], [1, 0]]), [torch.rand(3, 2)] * 3
+    for function in (chimera_transition, released_transition):
+        with pytest.raises(TypeError, match=r"'target' must be a torch.Tensor, got"):
+            function(edge_index, 3, None, *nodes[1:])
+        with pytest.raises(TypeError, match=r"'psi' must be floating point"):
+            function(edge_index, 3, *nodes[:2], torch.ones(3, 2).long())
+        for wrong in (torch.tensor([[0, 1], [1, -1]]), edge_index + 2):
+            with pytest.raises((IndexError, ValueError), match="must hold node"):
+                function(wrong, 3, *nodes)
+    with pytest.raises(TypeError, match=r"'delta' must be a torch.Tensor"):
+        dag_transition(edge_index, 3, None)
+    with pytest.raises(TypeError, match="'gamma' must be a number, got 'a'"):
+        chimera_transition(edge_index, 3, *nodes, gamma="a")
+    with pytest.raises(ValueError, match=r"'log_weight' must be .* = \[2, 2\], got"):
+        balanced_path_transition(edge_index, 3, torch.rand(1, 2), *nodes[:2])
+
+
 def test_bad_gamma_and_bad_dags():
     edge_index, nodes = torch.tensor([[0, 1], [1, 0]]), [torch.rand(3, 2)] * 3
     for gamma in (0.0, 1.5):

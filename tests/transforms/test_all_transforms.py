@@ -365,7 +365,9 @@ def test_names_of_attributes(key):
         assert "value" in make(*args, **kwargs, attr_name="value")(data)
     names = ("my_index", "my_batch", "face", "x", "edge_attr", "num_nodes")
     for name in (
-        names if argument == "attr_name" else (*names, "edge", "line", "my_line")
+        names
+        if argument == "attr_name"
+        else (*names, "edge", "line", "my_line", "ptr", "")
     ):
         with pytest.raises(ValueError, match=f"'{argument}' must not.*'{name}'"):
             make(*args, **kwargs, **{argument: name})

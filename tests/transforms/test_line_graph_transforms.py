@@ -212,3 +212,10 @@ def test_bad_data(transform):
         transform()(Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2))
     with pytest.raises(ValueError, match=r"'data.dag_edge_index'.*'edge_index'"):
         transform("dag")(Data(edge_index=EDGES, num_nodes=6))
+
+
+def test_an_earlier_pruned_line_graph_is_dropped():
+    data = MultitreePruning()(example())
+    data.edge_index = data.edge_index[:, 1:]
+    assert "line_edge_index_pruned" not in DirectedLineGraph()(data)
+    assert "line_edge_index_pruned" in data

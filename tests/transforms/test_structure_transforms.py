@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from strategies import Graph, dags, graphs
-from torch_geometric.data import Data
+from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import Compose
 
 from pyg_chimera.ops.structure import (
@@ -72,3 +72,10 @@ def test_cycle():
     data = Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2)
     with pytest.raises(CycleError, match="0 -> 1 -> 0"):
         AddTopologicalOrder()(data)
+
+
+def test_diameters_of_a_batch_with_empty_graphs():
+    path = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+    empty = Data(edge_index=torch.empty(2, 0, dtype=torch.long), num_nodes=0)
+    batch = Batch.from_data_list([empty, path, empty, empty])
+    assert AddDiameter()(batch).diameter.tolist() == [0, 2, 0, 0]

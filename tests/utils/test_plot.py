@@ -56,6 +56,8 @@ def test_graph():
     first, second = panels(figure)
     colors, positions = nodes_of(first)
     assert torch.equal(positions, POSITIONS.double())
+    numpys = plot_influence(VALUES[:, 0], EDGES, POSITIONS.numpy())
+    assert torch.equal(nodes_of(panels(numpys)[0])[1], POSITIONS.double())
     assert torch.allclose(colors, expected_colors(VALUES[:, 0].double()))
     signed = expected_colors(VALUES[:, 1].double(), "RdBu_r", -2.0, 2.0)
     assert torch.allclose(nodes_of(second)[0], signed)

@@ -17,8 +17,6 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT, check_flag
 from pyg_chimera.ops.common.errors import NotFiniteError
 
-__all__ = ["Layer", "Mixer"]
-
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 
 

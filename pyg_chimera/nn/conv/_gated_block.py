@@ -38,8 +38,6 @@ from pyg_chimera.ops.dag_filter import dag_filter
 from pyg_chimera.ops.gated_norm import gated_inputs, gated_output
 from pyg_chimera.ops.structure.node_order import dag_halves
 
-__all__ = ["ChimeraBlock", "GatedBlock", "Projected"]
-
 
 class GatedBlock(Mixer):
     r"""The part of layers around the recurrence: projections and a local filter before

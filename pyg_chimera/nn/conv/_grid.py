@@ -19,8 +19,6 @@ from pyg_chimera.nn.conv._window import (
     reset_window_,
 )
 
-__all__ = ["OnGrids", "check_grid"]
-
 
 def check_grid(num_dags: int, kwargs: dict[str, Any]) -> None:
     """Checks the options of a layer on grids."""
@@ -44,6 +42,7 @@ class OnGrids:
 
     in_channels: int
     num_dags: int
+    backend: str
     explain: bool
     local_weight: Parameter | None
     _mix: Any
@@ -92,7 +91,8 @@ class OnGrids:
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")
         height, width = check_grids(x, batch, height, width)
-        filtered = over_grids(self.local_weight, height, width, self.num_dags == 1)
+        causal = self.num_dags == 1
+        filtered = over_grids(self.local_weight, height, width, causal, self.backend)
         return self._mix(x, filtered, height, width)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:

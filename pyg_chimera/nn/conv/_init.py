@@ -9,14 +9,6 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.dense.linear import Linear
 
-__all__ = [
-    "GateLinear",
-    "check_reach",
-    "head_reaches",
-    "log_uniform_softplus_",
-    "softplus_",
-]
-
 
 class GateLinear(Linear):
     """A projection to gates, perhaps lazy. Its outputs initially have the standard

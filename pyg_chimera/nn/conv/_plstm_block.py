@@ -15,8 +15,6 @@ from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops.common.checks import check_integer, check_option
 from pyg_chimera.ops.gated_norm import gated_norm
 
-__all__ = ["PLSTMBlock"]
-
 
 class Projected(NamedTuple):
     """Projections of nodes, in float32 at least, before biases of gates."""

@@ -16,8 +16,6 @@ from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.torch_private import is_hooked
 
-__all__ = ["is_plain", "projected"]
-
 _ORDINARY = (Tensor, Parameter, type(None))
 _PLAIN = (Linear, torch.nn.Linear, GateLinear, RMSNorm)
 

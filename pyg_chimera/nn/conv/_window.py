@@ -9,14 +9,6 @@ from torch import Tensor
 from pyg_chimera.ops import grid_conv
 from pyg_chimera.ops.common.checks import check_integer
 
-__all__ = [
-    "Continued",
-    "check_window",
-    "over_grids",
-    "reset_filter_",
-    "reset_window_",
-]
-
 #: Maps projections of nodes, [V, F], to ones that include nearby nodes.
 Filter = Callable[[Tensor], Tensor]
 
@@ -52,12 +44,17 @@ def reset_window_(weight: Tensor, causal: bool) -> None:
 
 
 def over_grids(
-    weight: Tensor | None, height: int | Tensor, width: int | Tensor, causal: bool
+    weight: Tensor | None,
+    height: int | Tensor,
+    width: int | Tensor,
+    causal: bool,
+    backend: str,
 ) -> Filter | None:
     """The filter over the nodes of grids; None without weights."""
     if weight is None:
         return None
-    return lambda y: grid_conv(y, weight, height, width, causal=causal)
+    backend = "auto" if backend == "triton" else backend  # which it does not have
+    return lambda y: grid_conv(y, weight, height, width, causal=causal, backend=backend)
 
 
 class Continued:

@@ -25,6 +25,7 @@ from pyg_chimera.nn.conv._projection import is_plain, projected
 from pyg_chimera.nn.conv._window import Continued
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
 from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.common.torch_private import is_in_forward_mode
 from pyg_chimera.ops.structure import ORDERS
 
 __all__ = ["GraphMambaConv"]
@@ -352,7 +353,7 @@ class _Scan(torch.nn.Module):
     def forward(self, x: Tensor, packed: _Packed, backend: str) -> Tensor:
         """The outputs of nodes, averaged over permutations, [V, channels]."""
         u = causal_conv1d(
-            _Take.apply(x, packed.node, packed.place),
+            _taken(x, packed.node, packed.place),
             self.conv_weight,
             self.conv_bias,
             packed.ptr,
@@ -375,7 +376,7 @@ class _Scan(torch.nn.Module):
             ptr=packed.ptr,
             backend=backend,
         )
-        y = _Take.apply(y, packed.place, packed.copy)
+        y = _taken(y, packed.place, packed.copy)
         return y if y.size(0) == x.size(0) else y.view(-1, *x.shape).mean(0)
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -390,6 +391,12 @@ class _Scan(torch.nn.Module):
         hidden = decay * hidden + delta * B.unsqueeze(1) * u.unsqueeze(2)
         y = (hidden * C.unsqueeze(1)).sum(2) + self.D * u
         return y, (window.seen, hidden)
+
+
+def _taken(x: Tensor, index: Tensor, place: Tensor) -> Tensor:
+    if is_in_forward_mode():  # for which compilers do not take functions like ours
+        return x.index_select(0, index)
+    return _Take.apply(x, index, place)
 
 
 class _Take(torch.autograd.Function):

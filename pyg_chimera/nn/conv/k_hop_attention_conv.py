@@ -200,7 +200,8 @@ class KHopAttentionConv(Mixer):
         else:
             pairs, distance = self._given_pairs(k_hop_index, k_hop_distance)
             if torch.compiler.is_compiling() or not trusted():
-                distance = checked_distance(edge_index, pairs, distance, num_nodes)
+                given = edge_index, pairs, distance, num_nodes, self.k
+                distance = checked_distance(*given)
         bias = F.embedding(distance, self.hop_bias)
         if self.lin_edge is not None:
             edge_attr = edge_features(edge_attr, self.edge_dim, edge_index.size(1))

@@ -16,8 +16,6 @@ from pyg_chimera.nn.encoders import PositionEmbedding
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.ops.common.checks import check_integer, check_option
 
-__all__ = ["MIXERS", "lattice_layers", "structure_of"]
-
 MIXERS = ("chimera", "chimera_path", "plstm", "graph_mamba", "attention")
 
 

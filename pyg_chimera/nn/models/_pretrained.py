@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["build", "load_model", "recorded", "save_model"]
-
 CONFIG, WEIGHTS, CARD = "config.json", "model.pth", "README.md"
 #: Where classes are looked up, by name: no other code runs because a file says so.
 SOURCES = ("pyg_chimera.nn", "torch_geometric.nn")

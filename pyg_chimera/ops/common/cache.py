@@ -229,7 +229,7 @@ def table(
     """
     key = (make, device, *options)
     if key not in structure.tables:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), without_transforms():
             made = make(structure, device, *options)
         if "room" in structure.tables:
             made = roomy(made, structure.tables["room"])

@@ -312,20 +312,10 @@ def check_shape(name: str, x: Tensor, layout: str, expected: list[int]) -> None:
 def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Checks that the shapes of query, key and value match."""
     for name, x in {"query": query, "key": key, "value": value}.items():
-        if x.dim() != 3:
-            raise ValueError(
-                f"'{name}' must be [nodes, heads, channels], got {list(x.shape)}"
-            )
-    if query.shape != key.shape:
-        raise ValueError(
-            f"'query' and 'key' must have the same shape, got {list(query.shape)} and "
-            f"{list(key.shape)}"
-        )
-    if query.size(0) != value.size(0):
-        raise ValueError(
-            f"'query' and 'value' must have as many nodes, got {list(query.shape)} and "
-            f"{list(value.shape)}"
-        )
+        check_dim(name, x, "[nodes, heads, channels]", 3)
+    check_shape("key", key, "like 'query', [nodes, groups, channels]", [*query.shape])
+    like_query = [query.size(0), *value.shape[1:]]
+    check_shape("value", value, "[nodes, heads, channels]", like_query)
     groups, heads = query.size(1), value.size(1)
     if heads < 1:
         raise ValueError(f"'value' must have heads, got {list(value.shape)}")
@@ -357,27 +347,14 @@ def check_graph(
     _check_device("edge_weight", edge_weight, "'query'", query)
     check_nodes(query, key, value)
     edge_index = check_edges("edge_index", edge_index, value)
-    num_heads = value.size(1)
-    if list(edge_weight.shape[1:]) != [num_heads]:
-        raise ValueError(
-            f"'edge_weight' must be [edges, heads] with {num_heads} heads, "
-            f"got {list(edge_weight.shape)}"
-        )
-    if edge_index.size(1) != edge_weight.size(0):
-        raise ValueError(
-            f"'edge_index' and 'edge_weight' must have as many edges, got "
-            f"{list(edge_index.shape)} and {list(edge_weight.shape)}"
-        )
+    expected = [edge_index.size(1), value.size(1)]
+    check_shape("edge_weight", edge_weight, "[edges, heads]", expected)
     return [*floats, edge_index]
 
 
 def check_rank(rank: Tensor, num_nodes: int) -> None:
     """Checks that there is one elimination or topological rank per node."""
-    if rank.dim() != 1 or rank.numel() != num_nodes:
-        raise ValueError(
-            f"'rank' must have one entry per node, [{num_nodes}], got "
-            f"{list(rank.shape)}"
-        )
+    check_shape("rank", rank, "[nodes]", [num_nodes])
     check_integers("rank", rank, rank)
 
 

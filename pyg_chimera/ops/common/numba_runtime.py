@@ -76,7 +76,8 @@ def run(
         bounds = np.concatenate([bounds[:1], cuts, bounds[1:]])
     own = -(-scratch * dtype.itemsize // 64) * 64 // dtype.itemsize
     call = on_threads(kernel)
-    if total < _LONG and (num_threads == 1 or _may_use_openmp()):
+    has_openmp = OPENMP is not None and os.getpid() == _PID  # not in a forked child
+    if total < _LONG and (num_threads == 1 or has_openmp):
         memory = _SCRATCH.get(num_threads, own, dtype)
         call(num_threads, bounds, queue, memory, own, *args)
     else:  # its own memory, as signal handlers may run kernels meanwhile
@@ -117,11 +118,6 @@ def heads_a_task(num_blocks: int, num_groups: int, num_heads: int) -> int:
 
 
 # --------------------------------------------------------------------------- threads
-
-
-def _may_use_openmp() -> bool:
-    """Not in a forked child."""
-    return OPENMP is not None and os.getpid() == _PID
 
 
 _PID = os.getpid()

@@ -80,6 +80,7 @@ class Operator(Generic[Inputs, Structure]):
     #: keeps it anyway, whereas a backend would have to save a copy.
     saves_output: ClassVar[bool] = False
     backends: ClassVar[dict[str, Any]]  #: by name, preferred ones first
+    solver, form = "scan", "state"  #: the algorithm, unless `choices` has others
 
     def recipe(self, inputs: Inputs) -> Recipe | None:
         """How to make a call's structure, and from what; None if it has none."""
@@ -92,7 +93,9 @@ class Operator(Generic[Inputs, Structure]):
         """
         inputs = call.inputs
         for backend in self.usable(inputs):
-            yield Choice(self.name, "scan", "state", backend, self.reason(inputs))
+            yield Choice(
+                self.name, self.solver, self.form, backend, self.reason(inputs)
+            )
 
     def in_one_dtype(self, inputs: Inputs) -> Inputs:
         """The inputs in the dtype to compute in."""
@@ -408,10 +411,10 @@ class Operator(Generic[Inputs, Structure]):
     # ------------------------------------------------------------- what is not offered
 
     def _refuse_second_order(self, ctx: Any, *grads: Any) -> tuple:
+        advice = "; for higher ones (on small graphs) use backend='reference'"
         raise NotImplementedError(
             f"{self.name} has first derivatives only, so its gradient cannot be "
-            "differentiated again; for higher ones (on small graphs) use "
-            "backend='reference'"
+            f"differentiated again{advice if 'reference' in self.backends else ''}"
         )
 
     def _refuse_forward_mode(self, inputs: Inputs) -> None:
@@ -419,10 +422,12 @@ class Operator(Generic[Inputs, Structure]):
             return
         for x in _floating(inputs):
             if forward_ad.unpack_dual(x).tangent is not None:
+                other = ", or backend='reference'"
                 raise NotImplementedError(
                     f"{self.name} has derivatives in reverse mode only, not in forward "
                     "mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad); use "
-                    "torch.func.vjp or jacrev, or backend='reference'"
+                    "torch.func.vjp or jacrev"
+                    f"{other if 'reference' in self.backends else ''}"
                 )
 
 

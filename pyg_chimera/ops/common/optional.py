@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import Any
 
-__all__ = ["required"]
-
 
 def required(module: str, who: str, extra: str) -> Any:
     """A module of an optional package, imported on first use. If the package is

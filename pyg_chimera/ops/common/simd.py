@@ -92,10 +92,6 @@ def _of_vectors(*args: types.Type) -> Any:
     return args[0](*args) if are_vectors else None
 
 
-def _to_number(v: VectorType) -> Any:
-    return v.dtype(v)
-
-
 def _to_vector(p: Any, *n: types.Type) -> Any:
     return VectorType(getattr(p, "dtype", p))(p, *[types.int64] * len(n))
 
@@ -136,9 +132,6 @@ class _Code:
 
     def number(self, address: Any, kind: ir.Type | None = None) -> Any:
         return self.builder.load(self.at(address, kind or self.vector.element))
-
-    def set_number(self, address: Any, value: Any) -> None:
-        self.builder.store(value, self.at(address, value.type))
 
     def prefetch(self, address: Any) -> None:
         args = self.at(address, ir.IntType(8)), _LANE(0), _LANE(2), _LANE(1)
@@ -315,7 +308,7 @@ _compiles_to(
     lambda p, i, x: (
         types.void(p, types.int64, x) if _is_place(p, i) and x == p.dtype else None
     ),
-    lambda code, p, i, x: code.set_number(code.row(p, 1, i), x),
+    lambda code, p, i, x: code.builder.store(x, code.at(code.row(p, 1, i), x.type)),
     (PointerType, types.Integer, types.Float),
 )(operator.setitem)
 for _name in ("add", "sub", "mul", "truediv"):
@@ -404,7 +397,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return a * b + c
 
 
-@_compiles_to(_to_number, _Code.total)
+@_compiles_to(lambda v: v.dtype(v), _Code.total)
 def total(v: np.ndarray) -> Any:
     """The sum over the lanes of a vector."""
     return v.sum()

@@ -1,6 +1,6 @@
 """Softmax attention over any sparse pattern."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from pyg_chimera.ops.common.checks import (
     check_number,
     check_shape,
 )
-from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.examples import Draw, Example
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.neighborhood_attention import reference, torch_backend
@@ -37,6 +36,7 @@ class Inputs(NamedTuple):
 class _NeighborhoodAttention(Operator[Inputs, Pattern]):
     name = "neighborhood_attention"
     inputs = Inputs
+    solver, form = "softmax", "edge"
     backends = {  # noqa: RUF012
         "torch": torch_backend,
         "reference": reference,
@@ -46,12 +46,6 @@ class _NeighborhoodAttention(Operator[Inputs, Pattern]):
         graph = (inputs.edge_index, inputs.batch)
         query, key = inputs.query, inputs.key
         return Recipe(pattern, graph, (*query.shape[:2], key.size(1)))
-
-    def choices(self, call: Call[Inputs, Pattern]) -> Iterable[Choice]:
-        for backend in self.usable(call.inputs):
-            yield Choice(
-                self.name, "softmax", "edge", backend, self.reason(call.inputs)
-            )
 
     def _output(self, inputs: Inputs) -> Tensor:
         query, value = inputs.query, inputs.value

@@ -112,6 +112,8 @@ def _sums(pairs: Pattern, x: Tensor) -> Tensor:
 
 def _products(pairs: Pattern, x: Tensor, y: Tensor) -> Tensor:
     """The entries [H E] of X Y^T, for rows of heads and of groups."""
+    if len(pairs.col) > len(x) * len(y):  # duplicates, with which it would fail
+        return (x[pairs.row] * y[pairs.col]).sum(1)
     zeros = _matrix(pairs.ptr, pairs.col, x.new_zeros(len(pairs.col)), len(y))
     return torch.sparse.sampled_addmm(zeros, x, y.t(), beta=0.0).values()
 

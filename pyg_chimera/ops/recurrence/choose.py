@@ -441,42 +441,34 @@ class Recurrence(Operator[Inputs, Structure]):
     """An operator whose algorithms are in the table."""
 
     def choices(self, call: Call[Inputs, Structure]) -> list[Choice]:
-        """The algorithms that a call may take, the best first."""
-        return choices(call, self.usable(call.inputs), self.reason(call.inputs))
-
-
-def choices(call: Call, usable: list[str], reason: str) -> list[Choice]:
-    """The algorithms that a call may take, the best first, each with the others that
-    have costs; if there is none, what was asked for, whose backend says why not.
-
-    Args:
-        call: The call, whose algorithm is undecided.
-        usable: The backends that may be used.
-        reason: Why these.
-    """
-    name, inputs = call.choice.operator, call.inputs
-    solver, form = getattr(inputs, "solver", "auto"), inputs.form
-    if usable == ["reference"]:
-        solver = "neumann" if solver == "neumann" else "dense"
-        return [Choice(name, solver, "mask", "reference", reason)]
-    is_cpu = inputs.value.device.type == "cpu" and usable[0] != "triton"
-    if not is_cpu:
-        return _sorted(call, usable, reason, is_cpu)
-    # On a CPU, contents only matter to iterations, and to whether to iterate at all if
-    # a call is long.
-    sizes = inputs.query.shape, inputs.value.shape, inputs.value.dtype
-    asked = name, solver, form, getattr(inputs, "num_terms", None), *usable, reason
-    key = (*sizes, *asked, torch.get_num_threads(), *nanoseconds().values())
-    known = call.structure.tables.get(key)
-    if known is None:
-        known = _sorted(call, usable, reason, is_cpu)
-        if all(x.solver != "iterative" for x in known) and _is_short(known[0]):
-            call.structure.tables[key] = known
-    return known
-
-
-def _is_short(choice: Choice) -> bool:
-    return choice.cost is not None and choice.cost.seconds < _WORTH_WHILE
+        """The algorithms that a call may take, the best first, each with the others
+        that have costs; if there is none, what was asked for, whose backend says why
+        not.
+        """
+        inputs: Any = call.inputs
+        tables: dict[Any, Any] = call.structure.tables  # type: ignore[attr-defined]
+        usable, reason = self.usable(inputs), self.reason(inputs)
+        solver, form = getattr(inputs, "solver", "auto"), inputs.form
+        if usable == ["reference"]:
+            solver = "neumann" if solver == "neumann" else "dense"
+            return [Choice(self.name, solver, "mask", "reference", reason)]
+        is_cpu = inputs.value.device.type == "cpu" and usable[0] != "triton"
+        if not is_cpu:
+            return _sorted(call, usable, reason, is_cpu)
+        # On a CPU, contents only matter to iterations, and to whether to iterate at all
+        # if a call is long.
+        sizes = inputs.query.shape, inputs.value.shape, inputs.value.dtype
+        terms = getattr(inputs, "num_terms", None)
+        asked = self.name, solver, form, terms, *usable, reason
+        key = (*sizes, *asked, torch.get_num_threads(), *nanoseconds().values())
+        known = tables.get(key)
+        if known is None:
+            known = _sorted(call, usable, reason, is_cpu)
+            cost = known[0].cost
+            is_short = cost is not None and cost.seconds < _WORTH_WHILE
+            if is_short and all(x.solver != "iterative" for x in known):
+                tables[key] = known
+        return known
 
 
 def _sorted(call: Call, usable: list[str], reason: str, is_cpu: bool) -> list[Choice]:

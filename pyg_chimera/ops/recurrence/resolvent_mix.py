@@ -217,7 +217,7 @@ def resolvent_mix(
             f"solver={solver!r}, num_terms={num_terms!r}"
         )
     if num_terms is not None:
-        check_integer("num_terms", num_terms, least=0)
+        num_terms = check_integer("num_terms", num_terms, least=0)
     forms = _FORMS_OF.get(solver, _FORMS)
     if form not in forms:
         raise ValueError(

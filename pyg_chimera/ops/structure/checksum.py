@@ -54,7 +54,8 @@ def checksum(
 
 def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
     r"""Checks that what transforms have stored in a graph still belongs to it: that no
-    edge or node has been added, removed or renumbered since.
+    edge or node has been added, removed or renumbered since. Only where whole connected
+    components have been removed, this goes unnoticed.
 
     Layers themselves refuse ranks, line graphs and :math:`k`-hop pairs that do not fit
     the edges, but cannot know where a score, a DAG or a number of terms comes from. So
@@ -76,8 +77,12 @@ def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
     """
     keys = sorted(data.keys())
     names = [x for x in (keys if names is None else names) if not x.endswith(SUFFIX)]
-    ends = [x for x in keys if x.endswith(SUFFIX) and _is_checksum(data[x])]
-    stems = [x.removesuffix(SUFFIX) for x in ends]
+    stems = [
+        key.removesuffix(SUFFIX)
+        for key, x in ((key, data[key]) for key in keys if key.endswith(SUFFIX))
+        # It may be ours, rather than something of that name.
+        if isinstance(x, Tensor) and x.dtype == torch.long and x.dim() == 1
+    ]
 
     def owner(name: str) -> str:
         found = (x for x in stems if f"{name}_".startswith(f"{x}_"))
@@ -93,11 +98,6 @@ def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
                 "the 'transform' of a loader that samples. To use it all the same, "
                 f"delete 'data.{stem}{SUFFIX}'"
             )
-
-
-def _is_checksum(x: Any) -> bool:
-    """Whether it may be ours, rather than something of that name."""
-    return isinstance(x, Tensor) and x.dtype == torch.long and x.dim() == 1
 
 
 def _difference(data: Any, stem: str) -> str:

@@ -47,6 +47,13 @@ def runs(start: np.ndarray | int, count: np.ndarray) -> np.ndarray:
     return np.arange(count.sum()) + np.repeat(start - starts(count), count)
 
 
+def places(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The index of each wanted key among distinct keys, or -1."""
+    order = np.append(np.argsort(keys), -1)
+    found = order[np.searchsorted(keys, wanted, sorter=order[:-1])]
+    return np.where(np.append(keys, -1)[found] == wanted, found, -1)
+
+
 def grouped(label: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
     """The indices of each label, ascending, and the bounds of the groups [G + 1]."""
     ptr = np.zeros(num_groups + 1, np.int64)

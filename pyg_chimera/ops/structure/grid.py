@@ -134,7 +134,8 @@ def grid_dag(
     row, col = edge_index // width, edge_index % width
     across, down = col[1] - col[0], row[1] - row[0]
     node = torch.arange(height * width, device=edge_index.device)
-    rank = _rank(node % width, node // width, width, height, dag)
+    x, y = node % width, node // width
+    rank = (x if right > 0 else width - 1 - x) + (y if below > 0 else height - 1 - y)
     return (across * right == 1) | (down * below == 1), rank
 
 
@@ -166,15 +167,6 @@ def grid_parents(
         grid_sizes(height, width, num_nodes), dtype=torch.long, device="cpu"
     )
     return _grid_parents(*sizes.view(-1, 2).unbind(1), num_dags, num_nodes)
-
-
-def _rank(
-    x: Tensor, y: Tensor, width: int | Tensor, height: int | Tensor, dag: int
-) -> Tensor:
-    """The number of steps from the first node of the DAG."""
-    right, below = WAYS[dag]
-    across = x if right > 0 else width - 1 - x
-    return across + (y if below > 0 else height - 1 - y)
 
 
 @structural_op(lambda height, _, dags, nodes: height.new_empty((nodes, dags, 2)))

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index, check_integer
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.memory import CPU, left_if_short, too_large
-from pyg_chimera.ops.structure.csr import simple, to_numpy
+from pyg_chimera.ops.structure.csr import compress, places, runs, simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op, unsized
 
@@ -100,10 +100,8 @@ def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
     check_edge_index(pairs, num_nodes)
     (source, target), (col, row) = to_numpy(edge_index), to_numpy(pairs)
     edge, pair = target * num_nodes + source, row * num_nodes + col
-    order = np.argsort(pair, kind="stable")
-    place = np.minimum(np.searchsorted(pair[order], edge), max(len(pair) - 1, 0))
-    found = order[place] if len(pair) else place
-    missing = np.flatnonzero(pair[found] != edge) if len(pair) else np.arange(len(edge))
+    found = places(pair, edge)
+    missing = np.flatnonzero(found < 0)
     if missing.size:
         e = int(missing[0])
         raise ValueError(
@@ -113,20 +111,22 @@ def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
     return torch.from_numpy(found).to(edge_index.device)
 
 
-@structural_op(lambda edges, pairs, distance, _: torch.empty_like(distance))
+@structural_op(lambda edges, pairs, distance, *_: torch.empty_like(distance))
 def checked_distance(
-    edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int
+    edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int, k: int
 ) -> Tensor:
     r"""The distances of pairs of nodes, which must be those that `k_hop_index` finds.
 
     If so, each node is at distance 0 from itself, and the pairs at distance 1 are the
-    edges. The others follow from these, as long as pairs and distances are together.
+    edges. The others follow from these, as long as pairs and distances are together. If
+    none is `k` steps apart, no edge leads on from the farthest.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
         pairs (torch.Tensor): The pairs, :math:`[2, |\mathcal{P}|]`, integer.
         distance (torch.Tensor): Their distances :math:`[|\mathcal{P}|]`, integer.
         num_nodes (int): The number of nodes.
+        k (int): The largest number of steps.
 
     Returns:
         torch.Tensor: A copy of the distances.
@@ -145,7 +145,30 @@ def checked_distance(
             "'AddKHopIndex' after what does so, or as the 'transform' of a loader that "
             "samples"
         )
+    far = int(steps.max(initial=0))
+    if far < k and _leads_on((source, target), (col, row), steps == far, num_nodes):
+        raise ValueError(
+            f"'k_hop_index' must hold all pairs up to k={k} steps apart, got those up "
+            f"to {far}; use 'AddKHopIndex(k={k})'"
+        )
     return distance.clone()
+
+
+def _leads_on(
+    edges: tuple[np.ndarray, ...],
+    pairs: tuple[np.ndarray, ...],
+    far: np.ndarray,
+    n: int,
+) -> bool:
+    """Whether an edge leads to the first node of a far pair from one that is in no pair
+    with the second.
+    """
+    ptr, tail = compress(edges[1], edges[0], n)
+    middle, last = pairs[0][far], pairs[1][far]
+    count = np.diff(ptr)[middle]
+    first = tail[runs(ptr[middle], count)]
+    wanted = np.repeat(last, count) * n + first
+    return bool((places(pairs[1] * n + pairs[0], wanted) < 0).any())
 
 
 def _difference(

@@ -62,22 +62,10 @@ def line_graph(edge_index: Tensor, num_nodes: int) -> LineGraph:
     return LineGraph(*_line_graph(edge_index, num_nodes))
 
 
-class OrderedDAGs(NamedTuple):
-    r"""The result of :func:`ordered_dags`."""
-
-    #: The edges of both DAGs as one graph, :math:`[2, |\mathcal{E}'|]`, int64. Node
-    #: :math:`v` becomes :math:`2v` in the DAG of the edges to later nodes, and
-    #: :math:`2v + 1` in that of the others.
-    edge_index: Tensor
-    #: The index of each in the graph's edges, :math:`[|\mathcal{E}'|]`, int64.
-    edge_id: Tensor
-    #: The line edges of both DAGs, and the turns, :math:`[2, |\mathcal{L}|]`, int64.
-    line_edge_index: Tensor
-
-
+@structural_op(unsized((2, "edges"), ("edges",), (2, "lines")), sized=False)
 def ordered_dags(
     edge_index: Tensor, num_nodes: int, order: str, turns: bool
-) -> OrderedDAGs:
+) -> tuple[Tensor, Tensor, Tensor]:
     r"""The two DAGs into which a node order divides any graph.
 
     One has the edges from earlier to later nodes, the other those from later to
@@ -98,17 +86,36 @@ def ordered_dags(
         turns (bool): Whether there are line edges between the DAGs.
 
     Returns:
-        OrderedDAGs: The edges, in their order in :obj:`edge_index`, and their line
-        graph, on the device of :obj:`edge_index`.
+        tuple: The edges of both DAGs as one graph, in their order in
+        :obj:`edge_index`, int64 :math:`[2, |\mathcal{E}'|]`, where node :math:`v`
+        becomes :math:`2v` in the DAG of the edges to later nodes, and :math:`2v + 1` in
+        that of the others; the index of each in the graph's edges, int64
+        :math:`[|\mathcal{E}'|]`; and the line edges of both DAGs, and the turns, int64
+        :math:`[2, |\mathcal{L}|]`, all on the device of :obj:`edge_index`.
 
     Raises:
         ValueError: If :obj:`order` is unknown, or :obj:`edge_index` has the wrong shape
             or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
-    return OrderedDAGs(*_ordered_dags(edge_index, num_nodes, order, turns))
+    place = node_order(edge_index, num_nodes, order)
+    before, after = place[edge_index.long()]
+    ids = (before != after).nonzero().view(-1)
+    edges = 2 * edge_index.long() + (before > after)
+    edges = edges.index_select(1, ids)
+    source, target = to_numpy(edges)
+    lines, _ = _consecutive(source, target, 2 * num_nodes)
+    if turns:
+        # From v in the second DAG on to v in the first; 2 V is where nothing begins.
+        end = np.where(target % 2 == 1, target - 1, 2 * num_nodes)
+        left, entered = _consecutive(source, end, 2 * num_nodes + 1)[0]
+        onwards = source[left] - 1 != target[entered]
+        turned = np.stack([left[onwards], entered[onwards]])
+        lines = np.concatenate([lines, turned], axis=1)
+    return edges, ids, torch.from_numpy(lines).to(edges.device)
 
 
+@structural_op(lambda lines, _: lines.new_empty(lines.size(1), dtype=torch.bool))
 def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     r"""Chooses edges of a line graph so that at most one path joins any two states, as
     required by the distribution mode of `"pLSTM: parallelizable Linear Source
@@ -140,7 +147,24 @@ def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
         ValueError: If :obj:`line_edge_index` has the wrong shape or is out of range.
         TypeError: If :obj:`line_edge_index` is not integer.
     """
-    return _multitree(line_edge_index, num_states)
+    check_line_edges(line_edge_index, num_states)
+    try:
+        rank = to_numpy(topological_rank(line_edge_index, num_states))
+    except CycleError as error:
+        raise _cycle_of_states(error.cycle) from None
+    component = to_numpy(connected_components(line_edge_index, num_states))
+    source, target = to_numpy(line_edge_index)
+    left = left_if_short(num_states**2 / 8, CPU)
+    room = num_states**2 if left is None else int(left / 8)
+    kept, words = _kept(source, target, rank, component, room)
+    if left is not None and words > room:
+        raise too_large(
+            f"Which of {num_states:,} states reach one another",
+            8 * words,
+            left,
+            "use mode='P' of 'PLSTMConv', which needs no multitree, or smaller graphs",
+        )
+    return torch.from_numpy(kept).to(line_edge_index.device)
 
 
 def check_line_edges(line_edge_index: Tensor, num_states: int) -> None:
@@ -165,49 +189,6 @@ def _line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     source, target = to_numpy(edge_index)
     lines, node = map(torch.from_numpy, _consecutive(source, target, num_nodes))
     return lines.to(edge_index.device), node.to(edge_index.device)
-
-
-@structural_op(unsized((2, "edges"), ("edges",), (2, "lines")), sized=False)
-def _ordered_dags(
-    edge_index: Tensor, num_nodes: int, order: str, turns: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    place = node_order(edge_index, num_nodes, order)
-    before, after = place[edge_index.long()]
-    ids = (before != after).nonzero().view(-1)
-    edges = 2 * edge_index.long() + (before > after)
-    edges = edges.index_select(1, ids)
-    source, target = to_numpy(edges)
-    lines, _ = _consecutive(source, target, 2 * num_nodes)
-    if turns:
-        # From v in the second DAG on to v in the first; 2 V is where nothing begins.
-        end = np.where(target % 2 == 1, target - 1, 2 * num_nodes)
-        left, entered = _consecutive(source, end, 2 * num_nodes + 1)[0]
-        onwards = source[left] - 1 != target[entered]
-        turned = np.stack([left[onwards], entered[onwards]])
-        lines = np.concatenate([lines, turned], axis=1)
-    return edges, ids, torch.from_numpy(lines).to(edges.device)
-
-
-@structural_op(lambda lines, _: lines.new_empty(lines.size(1), dtype=torch.bool))
-def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
-    check_line_edges(line_edge_index, num_states)
-    try:
-        rank = to_numpy(topological_rank(line_edge_index, num_states))
-    except CycleError as error:
-        raise _cycle_of_states(error.cycle) from None
-    component = to_numpy(connected_components(line_edge_index, num_states))
-    source, target = to_numpy(line_edge_index)
-    left = left_if_short(num_states**2 / 8, CPU)
-    room = num_states**2 if left is None else int(left / 8)
-    kept, words = _kept(source, target, rank, component, room)
-    if left is not None and words > room:
-        raise too_large(
-            f"Which of {num_states:,} states reach one another",
-            8 * words,
-            left,
-            "use mode='P' of 'PLSTMConv', which needs no multitree, or smaller graphs",
-        )
-    return torch.from_numpy(kept).to(line_edge_index.device)
 
 
 def _consecutive(

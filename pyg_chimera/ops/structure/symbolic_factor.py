@@ -27,6 +27,7 @@ from pyg_chimera.ops.structure.elimination import (
     fill_pattern,
     postorder,
 )
+from pyg_chimera.ops.structure.topological import traversal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +175,11 @@ def symbolic_factor(
     lower_ptr, lower_col = compress(rows, columns, num_nodes)
     lower_row = np.repeat(np.arange(num_nodes), np.diff(lower_ptr))
     upper_ptr, entry = compress(lower_col, np.arange(len(rows)), num_nodes)
+    low, high = np.minimum(edge_row, edge_col), np.maximum(edge_row, edge_col)
+    x = np.searchsorted(lower_row * num_nodes + lower_col, high * num_nodes + low)
+    x += num_nodes + np.where(edge_row < edge_col, len(lower_col), 0)
     slot = np.empty(blocks.num_edges, np.int64)
-    slot[blocks.edge] = slots(edge_row, edge_col, lower_ptr, lower_col)
+    slot[blocks.edge] = np.where(edge_row == edge_col, edge_row, x)
     return SymbolicFactor(
         **vars(blocks),
         lower_ptr=lower_ptr,
@@ -236,28 +240,7 @@ def _roots(parent):
     return root
 
 
-@compiled()
-def heights(parent):
-    """The height of each node of a forest; parents have larger indices."""
-    height = np.zeros(parent.shape[0], np.int64)
-    for i in range(parent.shape[0]):
-        if parent[i] >= 0:
-            height[parent[i]] = max(height[parent[i]], height[i] + 1)
-    return height
-
-
-@compiled()
-def slots(row, col, lower_ptr, lower_col):
-    """The index of each entry in [diagonal | L | U]."""
-    n = lower_ptr.shape[0] - 1
-    slot = np.empty(row.shape[0], np.int64)
-    for e in range(row.shape[0]):
-        i, j = row[e], col[e]
-        if i == j:
-            slot[e] = i
-            continue
-        low, high = min(i, j), max(i, j)
-        a, b = lower_ptr[high], lower_ptr[high + 1]
-        x = a + np.searchsorted(lower_col[a:b], low)
-        slot[e] = n + x if i > j else n + lower_col.shape[0] + x
-    return slot
+def heights(parent: np.ndarray) -> np.ndarray:
+    """The height of each node of a forest."""
+    child = np.flatnonzero(parent >= 0)
+    return traversal(child, parent[child], len(parent))[0]

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 from itertools import chain, pairwise
 
 import asserts
@@ -389,3 +390,16 @@ def test_bad_inputs(training):
     conv = GraphMambaConv(CHANNELS, order=None).train(training)
     with pytest.raises(ValueError, match="'score' must be given with order=None"):
         conv(x, edge_index)
+
+
+def test_forward_mode():
+    conv, x = GraphMambaConv(8, backend="reference").double().eval(), torch.randn(3, 8)
+    edges, x = torch.tensor([[0, 1], [1, 2]]), x.double()
+    run = partial(conv, edge_index=edges)
+    _, found = torch.func.jvp(run, (x,), (x.cos(),))
+    step = 1e-6 * x.cos()
+    assert_near(found, (run(x + step) - run(x - step)) / 2e-6, 1e-6)
+    with pytest.raises(NotImplementedError, match="reverse mode only"):
+        torch.func.jvp(
+            partial(GraphMambaConv(8), edge_index=edges), *[(x.float(),)] * 2
+        )

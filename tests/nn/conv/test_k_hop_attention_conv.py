@@ -7,7 +7,7 @@ from dense_layers import Graphs
 from torch_geometric.data import Batch, Data
 
 from pyg_chimera.nn import GPSLayer, GraphModel, KHopAttentionConv
-from pyg_chimera.ops import k_hop_index
+from pyg_chimera.ops import k_hop_index, unchecked
 from pyg_chimera.transforms import AddKHopIndex
 
 #: A diamond with a tail: 0 -> 1, 2 -> 3 -> 4 -> 5, and 6 alone.
@@ -145,3 +145,22 @@ def test_bad_input(kwargs, error, match):
     conv, x = make(rotary=True)
     with pytest.raises(error, match=match):
         conv(x, DAG, **kwargs)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_pairs_of_fewer_steps_are_refused(trusted):
+    path, x = torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.randn(4, 8)
+    conv = KHopAttentionConv(8, 8, k=3)
+    far = k_hop_index(path, 4, 9)  # at most three steps
+    given = {"k_hop_index": far.edge_index, "k_hop_distance": far.distance}
+    assert_near(conv(x, path, **given), conv(x, path), 1e-6)
+    near = k_hop_index(path, 4, 2)
+    given = {"k_hop_index": near.edge_index, "k_hop_distance": near.distance}
+    with (
+        unchecked()
+        if trusted
+        else pytest.raises(
+            ValueError, match=r"up to k=3 steps apart, got those up to 2"
+        )
+    ):
+        conv(x, path, **given)

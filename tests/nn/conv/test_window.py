@@ -1,12 +1,14 @@
 """Filters in front of the layers on grids."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from asserts import assert_near
 
 from pyg_chimera.nn import ChimeraGridConv, PLSTMGridConv
-from pyg_chimera.ops import grid_conv
+from pyg_chimera.ops import explain, grid_conv
 
 IN = 4
 LAYERS = {"chimera": ChimeraGridConv, "plstm": PLSTMGridConv}
@@ -57,3 +59,16 @@ def test_bad_windows(layer):
     for bad in ((3,), 3, (0, 3), "33", (3.0, 3)):
         with pytest.raises((TypeError, ValueError), match="'window' must be"):
             layer(IN, window=bad)
+
+
+@layers
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_the_backend_is_that_of_filters_too(layer, backend):
+    conv, x = layer(IN, 6, heads=2, backend=backend), torch.randn(6, IN)
+    found = [x.backend for x in explain(conv, x, height=2, width=3)]
+    assert set(found) == {backend}
+    assert len(found) > 1
+    if backend == "reference":  # which has derivatives of any kind and order
+        function = partial(conv, height=2, width=3)
+        torch.func.hessian(lambda y: function(y).sum())(x)
+        torch.func.jvp(function, (x,), (x,))

@@ -1,4 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,6 +68,16 @@ def test_structures_made_within_transforms_of_functions_are_plain(transform):
     transform(function, *((x,), (x,)) if transform is torch.func.jvp else (x,))
     (edges,) = structures[0].args
     assert (edges.numpy() == EDGES.numpy()).all()
+
+
+def test_tables_made_within_transforms_of_functions_are_plain():
+    structure, x = SimpleNamespace(tables={}), torch.ones(3)
+
+    def function(x):
+        return x * cache.table(lambda *_: torch.arange(3) + 0, structure, x.device)
+
+    torch.func.hessian(lambda x: function(x).sum())(x)
+    assert function(x).tolist() == [0, 1, 2]
 
 
 def test_changed_in_place():

@@ -1,5 +1,7 @@
 """What is special to `neighborhood_attention`: the softmax itself, and its limits."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -200,3 +202,15 @@ def test_bad_input(change, error, match):
     given = dict(zip(names, [*inputs(3), complete(3)], strict=True))
     with pytest.raises(error, match=match):
         neighborhood_attention(**{**given, **change})
+
+
+def test_more_edges_than_pairs_of_nodes():
+    edge_index = torch.tensor([[0, 1, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0]])
+    tensors = inputs(2)
+    call = partial(neighborhood_attention, edge_index=edge_index)
+    found, expected = (
+        results(partial(call, backend=backend), tensors)
+        for backend in ("torch", "reference")
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert_near(x, y, 1e-12)

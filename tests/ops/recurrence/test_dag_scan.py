@@ -125,7 +125,7 @@ def test_bad_rank(options):
         r"\(rank 1\) to node 2 \(rank 1\)",
     ):  # fmt: skip
         case(rank=torch.tensor([1, 2, 1]), **options)
-    with pytest.raises(ValueError, match=r"one entry per node, \[3\], got \[2\]"):
+    with pytest.raises(ValueError, match=r"be \[nodes\] = \[3\], got \[2\]"):
         case(rank=torch.tensor([0, 1]), **options)
 
 

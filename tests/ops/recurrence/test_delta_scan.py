@@ -273,7 +273,7 @@ def test_reflections_of_one_key_stay_exact(form):
     [
         (
             torch.zeros(2, 2, 3),
-            r"'edge_weight' must be \[edges, heads\] with 2",
+            r"'edge_weight' must be .* = \[2, 2\], got \[2, 2, 3\]",
         ),
         (
             torch.full((2, 2), torch.nan),

@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from asserts import assert_near
@@ -316,7 +317,7 @@ def test_singular(options):
     [
         ({"query": torch.ones(7, 3, 5), "key": torch.ones(7, 3, 5)}, r"a divisor, got"),
         ({"query": torch.ones(7, 0, 5), "key": torch.ones(7, 0, 5)}, r"a divisor, got"),
-        ({"key": torch.ones(7, 2, 4)}, r"same shape, got \[7, 2, 5\] and \[7, 2, 4\]"),
+        ({"key": torch.ones(7, 2, 4)}, r"channels\] = \[7, 2, 5\], got \[7, 2, 4\]"),
         ({"batch": torch.tensor([1, 0, 1, 0, 3, 0, 0])}, "of graph 1 to node 6 of"),
         ({"solver": "neumann"}, "'num_terms' must be given.*solver='neumann'"),
         ({"num_terms": 3}, "only with it.*solver='auto', num_terms=3"),
@@ -424,3 +425,12 @@ def test_hooks_on_saved_tensors(solver):
     want = computed(case, options)
     with torch.autograd.graph.save_on_cpu():
         assert_results(computed(case, options), want)
+
+
+@pytest.mark.parametrize("form", ["auto", "mask", "state"])
+def test_terms_as_transforms_store_them(form):
+    case = example("resolvent_mix").inputs
+    options = {"solver": "neumann", "form": form}
+    expected = resolvent_mix(**case, **options, num_terms=3)
+    for three in (torch.tensor([3]), np.int64(3), np.array(3)):
+        assert torch.equal(resolvent_mix(**case, **options, num_terms=three), expected)

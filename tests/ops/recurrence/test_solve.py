@@ -229,7 +229,7 @@ def test_cycles_are_named():
         ({"edge_index": torch.tensor([[0, 1], [1, 4]])}, ValueError, "got 4 in"),
         ({"edge_index": torch.ones(3, 2).long()}, ValueError, r"be \[2, edges\]"),
         ({"batch": torch.tensor([0, 0, 1, 1])}, ValueError, "different graphs"),
-        ({"rank": torch.arange(3)}, ValueError, "'rank' must have one entry per node"),
+        ({"rank": torch.arange(3)}, ValueError, r"'rank' must be \[nodes\]"),
     ],
 )  # fmt: skip
 def test_what_is_refused(acyclic, changes, error, match):

@@ -9,7 +9,7 @@ from torch_geometric.utils import to_undirected
 
 from pyg_chimera.ops import CycleError, line_graph, multitree, node_order
 from pyg_chimera.ops.structure import LineGraph, find_cycle, topological_rank
-from pyg_chimera.ops.structure.line_graph import OrderedDAGs, ordered_dags
+from pyg_chimera.ops.structure.line_graph import ordered_dags
 
 
 def naive_lines(edge_index: Tensor) -> list[tuple[int, int]]:
@@ -258,13 +258,13 @@ ORDERS = ("order", "degree", "bfs")
 def test_ordered_dags_are_the_definition(graph: Graph, order: str, turns: bool):
     edge_index, num_nodes = graph
     place = node_order(edge_index, num_nodes, order).tolist()
-    out = ordered_dags(edge_index, num_nodes, order, turns)
+    index, edge_id, lines = ordered_dags(edge_index, num_nodes, order, turns)
     edges = edge_index.t().tolist()
-    assert out.edge_id.tolist() == [e for e, (u, w) in enumerate(edges) if u != w]
-    edges = [edges[e] for e in out.edge_id.tolist()]
+    assert edge_id.tolist() == [e for e, (u, w) in enumerate(edges) if u != w]
+    edges = [edges[e] for e in edge_id.tolist()]
     dag = [int(place[u] > place[w]) for u, w in edges]
     ends = [(2 * u + d, 2 * w + d) for (u, w), d in zip(edges, dag, strict=True)]
-    assert out.edge_index.t().tolist() == [list(end) for end in ends]
+    assert index.t().tolist() == [list(end) for end in ends]
 
     def joined(a: int, b: int) -> bool:
         if edges[a][1] != edges[b][0]:
@@ -274,15 +274,15 @@ def test_ordered_dags_are_the_definition(graph: Graph, order: str, turns: bool):
 
     numbers = range(len(edges))
     expected = [(a, b) for a in numbers for b in numbers if joined(a, b)]
-    lines = out.line_edge_index.t().tolist()
-    assert sorted(map(tuple, lines)) == expected
-    assert find_cycle(out.line_edge_index, len(edges)) is None
+    assert sorted(map(tuple, lines.t().tolist())) == expected
+    assert find_cycle(lines, len(edges)) is None
 
 
-def paths_between_nodes(out: OrderedDAGs, num_nodes: int) -> np.ndarray:
+def paths_between_nodes(dags: tuple[Tensor, ...], num_nodes: int) -> np.ndarray:
     """How many paths lead from node j (column) to another node i (row)."""
-    begin, end = (x.numpy() // 2 for x in out.edge_index)
-    paths = num_paths(out.line_edge_index, begin.size)
+    edge_index, _, lines = dags
+    begin, end = (x.numpy() // 2 for x in edge_index)
+    paths = num_paths(lines, begin.size)
     first, last = np.eye(num_nodes)[begin], np.eye(num_nodes)[end]
     return last.T @ paths @ first
 
@@ -325,10 +325,9 @@ def test_multitree_with_turns_joins_most():
         others = 1 - np.eye(num_nodes)
         pairs += int(others.sum())
         for turns in joined:
-            out = ordered_dags(graph, num_nodes, "bfs", turns)
-            kept = multitree(out.line_edge_index, out.edge_index.size(1))
-            out = out._replace(line_edge_index=out.line_edge_index[:, kept])
-            found = paths_between_nodes(out, num_nodes)
+            index, edge_id, lines = ordered_dags(graph, num_nodes, "bfs", turns)
+            kept = multitree(lines, index.size(1))
+            found = paths_between_nodes((index, edge_id, lines[:, kept]), num_nodes)
             joined[turns] += float(((found > 0) * others).sum())
     assert joined[False] < 0.75 * pairs
     assert 0.9 * pairs < joined[True] < pairs  # on some graphs with cycles, not all

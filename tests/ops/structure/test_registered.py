@@ -33,10 +33,10 @@ class Layer(torch.nn.Module):
         edge = x[edge_index[0]] * x[edge_index[1]]
         step = edge[lines[0]] * x[node] * kept
         edge = torch.zeros_like(edge).index_add(0, lines[1], step)
-        dags = ordered_dags(edge_index, x.size(0), "degree", True)
-        edge = torch.tanh(edge[dags.edge_id])
-        edge = edge.index_add(0, dags.line_edge_index[1], edge[dags.line_edge_index[0]])
-        both = torch.zeros_like(x).index_add(0, dags.edge_index[1] // 2, edge)
+        index, edge_id, lines = ordered_dags(edge_index, x.size(0), "degree", True)
+        edge = torch.tanh(edge[edge_id])
+        edge = edge.index_add(0, lines[1], edge[lines[0]])
+        both = torch.zeros_like(x).index_add(0, index[1] // 2, edge)
         place = node_order(edge_index, x.size(0), "bfs")
         batch = torch.zeros_like(place)
         score = node_score(edge_index, x.size(0), "pagerank", batch).to(x.dtype)

@@ -111,7 +111,7 @@ def test_literal_graphs(graph):
 
 def test_errors():
     edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
-    with pytest.raises(ValueError, match=r"one entry per node, \[4\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"be \[nodes\] = \[4\], got \[3\]"):
         symbolic_factor(edges, None, torch.arange(3), 4)
     with pytest.raises(ValueError, match="from node 2 of graph 0 to node 3"):
         symbolic_factor(edges, torch.tensor([0, 0, 0, 1]), None, 4)

@@ -96,10 +96,6 @@ class _Work(NamedTuple):
     spare: np.ndarray
 
 
-def _share(graph: DeltaGraph, x: Operands) -> int:
-    return heads_a_task(len(graph.sizes), x.query.shape[1], x.value.shape[1])
-
-
 def _costs(graph: DeltaGraph, x: Operands, share: int) -> np.ndarray:
     n, N, P = graph.sizes.astype(float), x.query.shape[2], x.value.shape[2]
     work = n**2 * (0.1 * N + share * (2.0 + 0.15 * P + 0.02 * n)) + 1e3
@@ -123,7 +119,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     graph, x = call.structure, _operands(call)
     factors, _ = factorize(graph.factor, x.weight.astype(np.float64))
     results = _Results(np.empty_like(x.value), np.empty(x.value.shape))
-    share = _share(graph, x)
+    share = heads_a_task(len(graph.sizes), x.query.shape[1], x.value.shape[1])
     wrong = np.zeros((len(graph.sizes), x.value.shape[1] // share), bool)
     run(
         _forward_tasks,
@@ -143,8 +139,9 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """Gradients of query, key, value, beta and edge weight."""
     graph, x, (dy,) = call.structure, _operands(call), arrays(grad)
     written, *factored = (y.view(np.float64) for y in arrays(*saved))
-    share, heads = _share(graph, x), dy.shape[1]
-    parts = heads // x.query.shape[1] // share
+    heads, groups = dy.shape[1], x.query.shape[1]
+    share = heads_a_task(len(graph.sizes), groups, heads)
+    parts = heads // groups // share
     dq, dk = np.empty((2, parts, *x.query.shape), dy.dtype)
     d_value, d_beta = np.empty_like(x.value), np.empty_like(x.beta)
     d = Operands(dq, dk, d_value, d_beta, np.zeros_like(x.weight))

@@ -270,10 +270,8 @@ def _row_back(states, adjoints, i, o, lines, block, x, dG, d):
         m_d = splat(zero if is_first else gates[other])
         own = u - block.begin
         if own >= 0 and own < size:
-            if not is_end:
-                source[0] += back[own]
-            if not is_last:
-                source[other] += after[own]
+            source[0] += back[own]
+            source[other] += after[own]
         d_rr, d_rd, d_dr, d_dd = zeros(dG), zeros(dG), zeros(dG), zeros(dG)
         d_r, d_d = zeros(dG), zeros(dG)
         row = dG + u * size
@@ -286,16 +284,11 @@ def _row_back(states, adjoints, i, o, lines, block, x, dG, d):
             d_rr, d_rd = fma(r, c, d_rr), fma(r, e, d_rd)
             d_dr, d_dd = fma(b, c, d_dr), fma(b, e, d_dd)
         gates = d.transition + 2 * at
-        if j > 0:
-            mark[0] += total(d_r)
-            if not is_end:
-                gates[0] += total(d_rr)
-            if not is_last:
-                gates[2 * other] += total(d_dr)
-        if not is_first:
-            mark[other] += total(d_d)
-            if not is_end:
-                gates[other] += total(d_rd)
-            if not is_last:
-                gates[3 * other] += total(d_dd)
+        # Where there is no edge, states and adjoints are zero.
+        mark[0] += total(d_r)
+        mark[other] += total(d_d)
+        gates[0] += total(d_rr)
+        gates[other] += total(d_rd)
+        gates[2 * other] += total(d_dr)
+        gates[3 * other] += total(d_dd)
         u -= lines.turn

@@ -27,7 +27,12 @@ from pyg_chimera.ops.common.simd import (
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import clear, copy, inner_product
+from pyg_chimera.ops.common.vector_kit import (
+    add_multiple,
+    clear,
+    copy,
+    inner_product,
+)
 from pyg_chimera.ops.recurrence.cpu.state_tiles import (
     Gradients,
     Operands,
@@ -464,7 +469,7 @@ def _backward_tasks(begin, end, stop, scratch, plan, x, d, found, tiles):
                         return
                     _edges(dw, r, X + (plan.num_terms - 1 - m) * held, A)
                     _step(t, r, r, Z, AT, (zero, zero, one, zero, zero))
-                    _add(Z, t, held)
+                    add_multiple(Z, one, t, held)
                     r, t = t, r
             if stopped(stop):
                 return
@@ -473,12 +478,6 @@ def _backward_tasks(begin, end, stop, scratch, plan, x, d, found, tiles):
                 read_rows(dq, H + at, dy, products, u, tile)
                 read_rows(dk, Z + at, v, products, u, tile)
                 read(dv, k, Z + at, one, u, tile)
-
-
-@jit
-def _add(target, source, size):
-    for at in range(0, size, lanes(target)):
-        store(target + at, load(target + at) + load(source + at))
 
 
 @jit

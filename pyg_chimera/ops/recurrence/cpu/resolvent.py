@@ -147,7 +147,8 @@ def _mask_forward(
     symbolic: SymbolicFactor, factors: Factors, x: Operands
 ) -> np.ndarray:
     """The output (L * Q K^T) V, block by block."""
-    out, share = np.empty_like(x.value), _share(symbolic, x)
+    out = np.empty_like(x.value)
+    share = heads_a_task(len(symbolic.sizes), x.query.shape[1], x.value.shape[1])
     run(
         _mask_forward_blocks,
         _mask_costs(symbolic, x, share),
@@ -165,7 +166,8 @@ def _mask_backward(
 
     dA = L^T dL L^T on edges only: with M = (I - A)^-T dL, dA_ij = <M_i, L_j>.
     """
-    (_, heads, _), groups, share = x.value.shape, x.query.shape[1], _share(symbolic, x)
+    (_, heads, _), groups = x.value.shape, x.query.shape[1]
+    share = heads_a_task(len(symbolic.sizes), groups, heads)
     parts = heads // groups // share
     dq, dk = (np.empty((parts, *x.query.shape), x.query.dtype) for _ in range(2))
     dw = np.zeros((symbolic.num_edges, heads), dq.dtype)
@@ -178,10 +180,6 @@ def _mask_backward(
         *(Pattern.of(symbolic), factors, x, d, share),
     )
     return summed(dq, (0,)), summed(dk, (0,)), d.value, dw
-
-
-def _share(symbolic: SymbolicFactor, x: Operands) -> int:
-    return heads_a_task(len(symbolic.sizes), x.query.shape[1], x.value.shape[1])
 
 
 def _mask_costs(symbolic: SymbolicFactor, x: Operands, share: int) -> np.ndarray:

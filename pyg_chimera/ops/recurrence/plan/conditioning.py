@@ -30,8 +30,6 @@ def has_small_sums(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bool:
     False if an index is out of range, as it may not have been checked yet.
     """
     weight = weight.double()
-    if not weight.is_cpu:
-        return any(bool((x < 1).all()) for x in sums(edge_index, weight, num_nodes))
     arrays = as_array(edge_index), as_array(weight)
     return any(_has_small_sums(*arrays, end, num_nodes) for end in (1, 0))
 

@@ -314,11 +314,8 @@ class GridStates:
     shapes: tuple[int, ...]  #: height, width, height, width, ...
     orientations: tuple[int, ...]
     on_nodes: bool  #: whether states are on nodes, rather than on edges
-
-    @cached_property
-    def tables(self) -> dict[Any, Any]:
-        """What is derived of them."""
-        return {}
+    #: What is derived of them.
+    tables: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def grids(self) -> Grids:

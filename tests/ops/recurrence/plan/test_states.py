@@ -139,7 +139,7 @@ def test_errors():
     edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
     with pytest.raises(ValueError, match=r"from node 0 \(rank 5\) to node 1"):
         node_states(edges, None, torch.tensor([5, 1, 2, 3]), 4)
-    with pytest.raises(ValueError, match=r"one entry per node, \[4\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"be \[nodes\] = \[4\], got \[3\]"):
         node_states(edges, None, torch.arange(3), 4)
     with pytest.raises(CycleError, match="0 -> 1 -> 0"):
         node_states(torch.tensor([[0, 1], [1, 0]]), None, torch.arange(2), 2)
