@@ -95,7 +95,8 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
             mixer, and both layers of the feed-forward network.
             (default: :obj:`0.0`)
         arrangement (str, optional): :obj:`"parallel"` or :obj:`"sequential"`.
-            (default: :obj:`"sequential"`, with which most mixers learn faster)
+            (default: :obj:`"sequential"`, with which Chimera learned four of five
+            generated tasks better)
         norm (str or torch.nn.Module, optional): The normalization function, by its name
             in :mod:`torch_geometric.nn.norm` or as a module that is copied for each
             use. It gets :obj:`batch` if it accepts it. :obj:`"graph_batch_norm"` is a

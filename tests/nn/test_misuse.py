@@ -250,3 +250,15 @@ def test_self_loops_are_called_that() -> None:
     ):
         call: Callable[[], Any] = partial(conv, features(), loop)
         refused(call, ValueError, said)
+
+
+@pytest.mark.parametrize(
+    ("conv", "name"),
+    [
+        *((conv, "form") for conv in (ChimeraConv, GatedDeltaConv, PLSTMConv)),
+        *((conv, "backend") for conv in (ChimeraConv, PLSTMConv, GraphMambaConv)),
+    ],
+)
+def test_unknown_algorithms_are_refused_at_once(conv, name):
+    with pytest.raises(ValueError, match=f"'{name}' must be one of .*, got 'cuda'"):
+        conv(C, **{name: "cuda"})

@@ -14,7 +14,12 @@ from pyg_chimera.nn._inputs import (
     named,
     why_not_finite,
 )
-from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT, check_flag
+from pyg_chimera.ops.common.checks import (
+    BACKENDS,
+    NO_TORCHSCRIPT,
+    check_flag,
+    check_option,
+)
 from pyg_chimera.ops.common.errors import NotFiniteError
 
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -81,6 +86,7 @@ class Mixer(Layer, MessagePassing):
     ) -> None:
         super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
         check_flag("bias", bias)
+        check_option("backend", backend, BACKENDS)
         self.bias = bias
         self.backend = backend
 

@@ -32,7 +32,7 @@ from pyg_chimera.nn.conv._init import (
 from pyg_chimera.nn.conv._projection import is_plain, projected
 from pyg_chimera.nn.conv._window import Filter, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
-from pyg_chimera.ops.common.checks import check_flag, check_option
+from pyg_chimera.ops.common.checks import FORMS, check_flag, check_option
 from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.dag_filter import dag_filter
 from pyg_chimera.ops.gated_norm import gated_inputs, gated_output
@@ -210,6 +210,7 @@ class ChimeraBlock(GatedBlock):
             self.out_channels, self.heads, state_channels, groups
         )
         check_reach(reach)
+        check_option("form", form, FORMS)
         self.reach = reach
         self.form = form
 

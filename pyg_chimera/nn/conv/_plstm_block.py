@@ -12,7 +12,7 @@ from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
 from pyg_chimera.nn.conv._projection import projected
 from pyg_chimera.nn.conv._window import Filter
-from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.common.checks import FORMS, check_integer, check_option
 from pyg_chimera.ops.gated_norm import gated_norm
 
 
@@ -63,6 +63,7 @@ class PLSTMBlock(Mixer):
                 f"gates, got {gate_biases!r}"
             )
         check_reach(reach)
+        check_option("form", form, FORMS)
 
         self.in_channels = in_channels
         self.out_channels = out_channels

@@ -76,8 +76,9 @@ class ChimeraConv(ChimeraBlock):
     value passes by the recurrence, and :math:`\mathbf{z}` a projection of the nodes
     that gates each output channel.
 
-    The system is solved exactly by sparse elimination, unless :obj:`solver` says
-    otherwise. Time and memory are linear in the non-zeros of the factors of
+    The system is solved up to rounding, by default with the fastest of sparse
+    elimination, dense matrices and iteration (:obj:`solver`). By elimination, time and
+    memory are linear in the non-zeros of the factors of
     :math:`\mathbf{I} - \mathbf{A}` times :obj:`state_channels`: about one for each edge
     on trees and molecules, three to six on planar graphs, and up to
     :math:`|\mathcal{V}|^2` in all on dense and random ones

@@ -24,10 +24,10 @@ class ChimeraPathConv(ChimeraBlock):
     (Appendix B.1): exact in both directions at once, in time linear in the number of
     nodes.
 
-    It is :class:`~pyg_chimera.nn.ChimeraConv` with the transitions of
-    :func:`~pyg_chimera.ops.path_transition`, which bound the products :math:`A_{ij}
-    A_{ji}` instead of the row sums, so that a signal can keep its size along the whole
-    path.
+    It is :class:`~pyg_chimera.nn.ChimeraConv` with :obj:`input_gate="free"` and the
+    transitions of :func:`~pyg_chimera.ops.path_transition`, which bound the products
+    :math:`A_{ij} A_{ji}` instead of the row sums, so that a signal can keep its size
+    along the whole path.
 
     Args:
         in_channels, out_channels, heads, state_channels, local_conv, qk_norm: As in

@@ -24,7 +24,7 @@ from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.nn.conv._projection import is_plain, projected
 from pyg_chimera.nn.conv._window import Continued
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
-from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.common.checks import BACKENDS, check_integer, check_option
 from pyg_chimera.ops.common.torch_private import is_in_forward_mode
 from pyg_chimera.ops.structure import ORDERS
 
@@ -169,6 +169,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
             "num_eval_permutations", num_eval_permutations, 1
         )
         self.num_bins = check_integer("num_bins", num_bins, 1)
+        check_option("backend", backend, BACKENDS)
         if order is not None and order not in ORDERS:
             raise ValueError(
                 f"'order' must be one of {list(ORDERS)}, or None for scores that are "

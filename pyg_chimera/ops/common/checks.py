@@ -374,6 +374,11 @@ def check_finite(
         )
 
 
+#: Of all operators; each has some of them.
+BACKENDS = ("auto", "numba", "triton", "torch", "reference")
+FORMS = ("auto", "state", "mask", "chunk")
+
+
 def check_option(name: str, value: Any, known: tuple) -> None:
     """Checks that an option is one of the known values."""
     if value not in known:

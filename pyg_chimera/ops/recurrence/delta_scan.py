@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.ops.common.checks import (
+    FORMS,
     check_finite,
     check_flag,
     check_floats,
@@ -29,8 +30,6 @@ from pyg_chimera.ops.recurrence.plain import delta_levels, delta_matrices
 from pyg_chimera.ops.recurrence.plan.delta_forms import ByForm
 from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.topological import find_cycle
-
-_FORMS = ("auto", "state", "mask", "chunk")
 
 #: How far the length of a key may be from one, due to rounding to bfloat16.
 _ROUNDING = 1e-2
@@ -232,7 +231,7 @@ def delta_scan(
     q, k, v, w, b = in_one_dtype([*floats, beta])
     check_shape("beta", beta, "[nodes, heads]", list(value.shape[:2]))
     (batch,) = check_indices(value, batch=batch)
-    check_option("form", form, _FORMS)
+    check_option("form", form, FORMS)
     check_flag("acyclic", acyclic)
     inputs = Inputs(q, k, v, b, w, edge_index, batch, acyclic, form, backend)
     return _delta_scan(inputs).to(value.dtype)

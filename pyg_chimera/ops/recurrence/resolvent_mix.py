@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.ops.common.checks import (
+    FORMS,
     check_finite,
     check_graph,
     check_indices,
@@ -36,7 +37,6 @@ from pyg_chimera.ops.structure.symbolic_factor import (
 )
 
 SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
-_FORMS = ("auto", "state", "mask", "chunk")
 _FORMS_OF = {
     "dense": ("auto", "mask"),
     "iterative": ("auto", "state"),
@@ -208,7 +208,7 @@ def resolvent_mix(
     if rank is not None:
         check_rank(rank, value.size(0))
     check_option("solver", solver, SOLVERS)
-    check_option("form", form, _FORMS)
+    check_option("form", form, FORMS)
     if (solver == "neumann") != (num_terms is not None):
         raise ValueError(
             "'num_terms' must be given with solver='neumann' and only with it (the "
@@ -218,7 +218,7 @@ def resolvent_mix(
         )
     if num_terms is not None:
         num_terms = check_integer("num_terms", num_terms, least=0)
-    forms = _FORMS_OF.get(solver, _FORMS)
+    forms = _FORMS_OF.get(solver, FORMS)
     if form not in forms:
         raise ValueError(
             f"'form' must be {' or '.join(map(repr, forms))} with solver={solver!r}, "
