@@ -30,7 +30,9 @@ def add_rows(parser: ArgumentParser) -> None:
 
 
 def output(args: Namespace, name: str) -> Path:
-    """Where to write: not over earlier results, except where asked to."""
+    """Where to write: not over earlier results, except where asked to, or those of a
+    smoke run.
+    """
     out = args.out or REPOSITORY / "runs" / f"{name}{'-smoke' * args.smoke}.json"
     if out.exists() and not args.overwrite and (args.out or not args.smoke):
         raise SystemExit(f"{out} exists: pass --overwrite, or another --out")
@@ -47,15 +49,15 @@ def measure_rows(
 ) -> None:
     """Measures what has a name that is asked for, and writes results as they come."""
     out, results, host = output(args, f"{key}-{device}"), [], machine(device)
-    unknown = set(args.only or ())
+    names = []
     for name, row in rows:
+        names.append(name)
         if args.only is None or name in args.only:
-            unknown.discard(name)
             found = measure(name, row)
             results += [] if found is None else [found]
             write_json(out, {"machine": host, key: results})
     show("")
     if results:
         print(f"{report(results)}\n\nWritten: {out}")
-    if unknown:
-        raise SystemExit(f"--only: no row is called {', '.join(sorted(unknown))}")
+    if unknown := set(args.only or ()).difference(names):
+        raise SystemExit(f"--only: unknown rows {sorted(unknown)}; there are {names}")

@@ -50,7 +50,7 @@ import torch.nn.functional as F
 from common import Task, main, make_parser
 from protocol import PREPARE, SHARED_ARMS, DrawnGraphs, Study, build_layer, reads
 from torch import Tensor
-from torch.nn import GRU, Dropout, LayerNorm, Linear, Module, Sequential
+from torch.nn import GRU, Dropout, LayerNorm, Linear, Module
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import scatter, to_dense_batch
@@ -355,7 +355,8 @@ class FoldGRU(Module):
         super().__init__()
         self.norm = LayerNorm(channels)
         self.gru = GRU(2 * channels, hidden, batch_first=True, bidirectional=True)
-        self.lin = Sequential(Linear(2 * hidden, channels), Dropout(dropout))
+        self.lin = Linear(2 * hidden, channels)
+        self.drop = Dropout(dropout)
 
     def forward(
         self,
@@ -369,7 +370,7 @@ class FoldGRU(Module):
         lengths = mask.sum(dim=1).cpu()
         packed = pack_padded_sequence(h, lengths, True, enforce_sorted=False)
         h, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
-        return x + self.lin(h[mask])
+        return x + self.drop(self.lin(h[mask]))
 
 
 class PartnerConv(Module):

@@ -78,8 +78,10 @@ class Norm(torch.nn.Module):
 
     @property
     def reads_graphs(self) -> bool:
-        """Whether nodes are normalized by others of their graph."""
-        return self._with_batch and getattr(self.norm, "mode", "") != "node"
+        """Whether nodes are normalized by others of their graph, in evaluation too."""
+        if self._with_batch:
+            return getattr(self.norm, "mode", "") != "node"
+        return any(isinstance(x, GraphBatchNorm) for x in self.modules())
 
     def reset_parameters(self) -> None:
         reset(self.norm)

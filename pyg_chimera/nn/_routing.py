@@ -10,7 +10,6 @@ from torch.nn import MultiheadAttention, TransformerEncoder, TransformerEncoderL
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import Sequential as GraphSequential
-from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
 from pyg_chimera.ops.common.memory import check_memory
@@ -29,13 +28,16 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def reset_layer(module: torch.nn.Module) -> None:
+def reset_layer(module: Any) -> None:
     """Resets all learnable parameters of a layer."""
-    reset(module)
-    # PyTorch's attention has another name for it.
-    for part in module.modules():
-        if isinstance(part, MultiheadAttention):
-            part._reset_parameters()
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+        return
+    for child in module.children():
+        reset_layer(child)
+    # PyTorch's attention has another name for it, for some of its parameters.
+    if hasattr(module, "_reset_parameters"):
+        module._reset_parameters()
 
 
 class Wrapper:

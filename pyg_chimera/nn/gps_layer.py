@@ -96,7 +96,7 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
             (default: :obj:`0.0`)
         arrangement (str, optional): :obj:`"parallel"` or :obj:`"sequential"`.
             (default: :obj:`"sequential"`, with which Chimera learned four of five
-            generated tasks better)
+            generated tasks better, mostly with one seed)
         norm (str or torch.nn.Module, optional): The normalization function, by its name
             in :mod:`torch_geometric.nn.norm` or as a module that is copied for each
             use. It gets :obj:`batch` if it accepts it. :obj:`"graph_batch_norm"` is a
@@ -332,7 +332,7 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
         for norm in self.norms.values():
             if cast(Norm, norm).reads_graphs:
                 raise ValueError(
-                    f"Sequences are continued by a layer with norms of each node, got "
+                    "Sequences are continued by a layer with norms of each node, got "
                     f"{norm.norm}, which reads whole graphs. Construct it with "
                     "norm='layer_norm', or 'batch_norm' for evaluation only."
                 )

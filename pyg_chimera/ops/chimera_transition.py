@@ -79,6 +79,8 @@ def chimera_transition(
         torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
 
     Raises:
+        IndexError: If an edge is out of range.
+        TypeError: If an argument has the wrong type or dtype.
         ValueError: If shapes disagree, or :obj:`gamma` is out of range.
     """
     given = edge_index, num_nodes, target, source, psi, edge
@@ -138,7 +140,8 @@ def released_transition(
         torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
 
     Raises:
-        ValueError: If shapes disagree.
+        TypeError: If an argument has the wrong type or dtype.
+        ValueError: If shapes disagree, or an edge is out of range.
     """
     nodes = {"target": target, "source": source, "psi": psi}
     edge_index = _checked(edge_index, num_nodes, **nodes, edge=edge)

@@ -152,7 +152,7 @@ class AddDiameter(Transform):
         found = diameter(edge_index, num_nodes, data.batch)
         found = torch.as_tensor(found, device=edge_index.device).view(-1)
         if isinstance(data, Batch):  # whose last graphs may be empty
-            found = F.pad(found, (0, data.num_graphs - len(found)))
+            found = F.pad(found, (0, max(0, data.num_graphs - len(found))))
         data[self.attr_name] = found
         mark(data, self.attr_name)
         return data

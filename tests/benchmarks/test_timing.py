@@ -132,6 +132,8 @@ def test_rows_are_measured_by_name(tmp_path, capsys):
     assert call() == [{"x": 1}, {"x": 2}]
     assert "[{'x': 1}, {'x': 2}]" in capsys.readouterr().out
     assert call("b") == [{"x": 2}]
-    with pytest.raises(SystemExit, match="no row is called d, e"):
+    with pytest.raises(
+        SystemExit, match=r"unknown rows \['d', 'e'\]; there are \['a', 'b', 'c'\]"
+    ):
         call("e", "a", "d")
     assert json.loads(args.out.read_text())["sizes"] == [{"x": 1}]

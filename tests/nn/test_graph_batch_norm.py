@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from asserts import assert_near
+from torch.nn import Sequential
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import BatchNorm, GCNConv, LayerNorm
 
@@ -212,7 +213,9 @@ def test_memory_does_not_depend_on_labels():
     assert norms[0].graph_share == norms[1].graph_share
 
 
-@pytest.mark.parametrize("norm", ["graph_norm", "pair_norm", LayerNorm(C)])
+@pytest.mark.parametrize(
+    "norm", ["graph_norm", "pair_norm", LayerNorm(C), Sequential(GraphBatchNorm(C))]
+)
 def test_sequences_refuse_all_norms_of_whole_graphs(norm):
     mixer = ChimeraConv(C)
     mixer.step = lambda x, state: (x, state)

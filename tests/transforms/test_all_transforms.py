@@ -363,11 +363,9 @@ def test_names_of_attributes(key):
         assert {"tree_edge_index", "tree_edge_attr", "tree_rank"} < set(out.keys())
     elif argument == "attr_name":
         assert "value" in make(*args, **kwargs, attr_name="value")(data)
-    names = ("my_index", "my_batch", "face", "x", "edge_attr", "num_nodes")
+    names = ("my_index", "my_batch", "face", "ptr", "", "x", "edge_attr", "num_nodes")
     for name in (
-        names
-        if argument == "attr_name"
-        else (*names, "edge", "line", "my_line", "ptr", "")
+        names if argument == "attr_name" else (*names, "edge", "line", "my_line")
     ):
         with pytest.raises(ValueError, match=f"'{argument}' must not.*'{name}'"):
             make(*args, **kwargs, **{argument: name})

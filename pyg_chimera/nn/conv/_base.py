@@ -1,7 +1,7 @@
 """Base classes of layers, as modules of PyTorch and PyG."""
 
 import inspect
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
@@ -75,6 +75,7 @@ class Mixer(Layer, MessagePassing):
     """
 
     num_dags: int
+    _backends: ClassVar[tuple[str, ...]] = BACKENDS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Adds options of base classes to the signature."""
@@ -86,7 +87,7 @@ class Mixer(Layer, MessagePassing):
     ) -> None:
         super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
         check_flag("bias", bias)
-        check_option("backend", backend, BACKENDS)
+        check_option("backend", backend, self._backends)
         self.bias = bias
         self.backend = backend
 

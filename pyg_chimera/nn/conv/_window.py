@@ -53,7 +53,7 @@ def over_grids(
     """The filter over the nodes of grids; None without weights."""
     if weight is None:
         return None
-    backend = "auto" if backend == "triton" else backend  # which it does not have
+    backend = "auto" if backend == "triton" else backend  # filters have no Triton
     return lambda y: grid_conv(y, weight, height, width, causal=causal, backend=backend)
 
 

@@ -395,7 +395,7 @@ class _Scan(torch.nn.Module):
 
 
 def _taken(x: Tensor, index: Tensor, place: Tensor) -> Tensor:
-    if is_in_forward_mode():  # for which compilers do not take functions like ours
+    if is_in_forward_mode():  # which `_Take` has not: compilers refuse a `jvp`
         return x.index_select(0, index)
     return _Take.apply(x, index, place)
 

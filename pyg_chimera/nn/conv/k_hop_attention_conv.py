@@ -98,6 +98,8 @@ class KHopAttentionConv(Mixer):
         torch.Size([3, 32])
     """
 
+    _backends = ("auto", "torch", "reference")
+
     def __init__(
         self,
         in_channels: int,

@@ -313,7 +313,7 @@ def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Checks that the shapes of query, key and value match."""
     for name, x in {"query": query, "key": key, "value": value}.items():
         check_dim(name, x, "[nodes, heads, channels]", 3)
-    check_shape("key", key, "like 'query', [nodes, groups, channels]", [*query.shape])
+    check_shape("key", key, "like 'query', [nodes, heads, channels]", [*query.shape])
     like_query = [query.size(0), *value.shape[1:]]
     check_shape("value", value, "[nodes, heads, channels]", like_query)
     groups, heads = query.size(1), value.size(1)

@@ -54,8 +54,8 @@ def checksum(
 
 def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
     r"""Checks that what transforms have stored in a graph still belongs to it: that no
-    edge or node has been added, removed or renumbered since. Only where whole connected
-    components have been removed, this goes unnoticed.
+    edge or node has been added, removed or renumbered since. The removal of whole
+    connected components goes unnoticed.
 
     Layers themselves refuse ranks, line graphs and :math:`k`-hop pairs that do not fit
     the edges, but cannot know where a score, a DAG or a number of terms comes from. So

@@ -49,7 +49,7 @@ def runs(start: np.ndarray | int, count: np.ndarray) -> np.ndarray:
 
 def places(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The index of each wanted key among distinct keys, or -1."""
-    order = np.append(np.argsort(keys), -1)
+    order = np.append(np.argsort(keys, kind="stable"), -1)  # fast if nearly sorted
     found = order[np.searchsorted(keys, wanted, sorter=order[:-1])]
     return np.where(np.append(keys, -1)[found] == wanted, found, -1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index, check_integer
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.memory import CPU, left_if_short, too_large
-from pyg_chimera.ops.structure.csr import compress, places, runs, simple, to_numpy
+from pyg_chimera.ops.structure.csr import compress, places, simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op, unsized
 
@@ -119,7 +119,7 @@ def checked_distance(
 
     If so, each node is at distance 0 from itself, and the pairs at distance 1 are the
     edges. The others follow from these, as long as pairs and distances are together. If
-    none is `k` steps apart, no edge leads on from the farthest.
+    those of a node end before `k` steps, no edge leads on.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
@@ -145,8 +145,12 @@ def checked_distance(
             "'AddKHopIndex' after what does so, or as the 'transform' of a loader that "
             "samples"
         )
-    far = int(steps.max(initial=0))
-    if far < k and _leads_on((source, target), (col, row), steps == far, num_nodes):
+    ptr, tail = compress(target, source, num_nodes)
+    pair_ptr, first = compress(row, col, num_nodes)
+    far = _complete_to(
+        ptr, tail, pair_ptr, first, compress(row, steps, num_nodes)[1], k
+    )
+    if far < k:
         raise ValueError(
             f"'k_hop_index' must hold all pairs up to k={k} steps apart, got those up "
             f"to {far}; use 'AddKHopIndex(k={k})'"
@@ -154,21 +158,22 @@ def checked_distance(
     return distance.clone()
 
 
-def _leads_on(
-    edges: tuple[np.ndarray, ...],
-    pairs: tuple[np.ndarray, ...],
-    far: np.ndarray,
-    n: int,
-) -> bool:
-    """Whether an edge leads to the first node of a far pair from one that is in no pair
-    with the second.
-    """
-    ptr, tail = compress(edges[1], edges[0], n)
-    middle, last = pairs[0][far], pairs[1][far]
-    count = np.diff(ptr)[middle]
-    first = tail[runs(ptr[middle], count)]
-    wanted = np.repeat(last, count) * n + first
-    return bool((places(pairs[1] * n + pairs[0], wanted) < 0).any())
+@compiled()
+def _complete_to(ptr, tail, pair_ptr, first, steps, k):
+    """`k`, or less if the pairs of a node end there, although edges lead on."""
+    n = len(ptr) - 1
+    seen = np.full(n, -1, np.int64)
+    for i in range(n):
+        far = 0
+        for x in range(pair_ptr[i], pair_ptr[i + 1]):
+            seen[first[x]] = i
+            far = max(far, steps[x])
+        for x in range(pair_ptr[i], pair_ptr[i + 1]):
+            if far < k and steps[x] == far:
+                for y in range(ptr[first[x]], ptr[first[x] + 1]):
+                    if seen[tail[y]] != i:
+                        return far
+    return k
 
 
 def _difference(

@@ -1,5 +1,7 @@
 """What is special to `KHopAttentionConv`: positions, edges and stored pairs."""
 
+from functools import partial
+
 import pytest
 import torch
 from asserts import assert_near, formula
@@ -153,7 +155,9 @@ def test_pairs_of_fewer_steps_are_refused(trusted):
     conv = KHopAttentionConv(8, 8, k=3)
     far = k_hop_index(path, 4, 9)  # at most three steps
     given = {"k_hop_index": far.edge_index, "k_hop_distance": far.distance}
-    assert_near(conv(x, path, **given), conv(x, path), 1e-6)
+    for k in (3, 9):
+        wide = KHopAttentionConv(8, 8, k=k)
+        assert_near(wide(x, path, **given), wide(x, path), 1e-6)
     near = k_hop_index(path, 4, 2)
     given = {"k_hop_index": near.edge_index, "k_hop_distance": near.distance}
     with (
@@ -164,3 +168,23 @@ def test_pairs_of_fewer_steps_are_refused(trusted):
         )
     ):
         conv(x, path, **given)
+
+
+def test_stored_pairs_of_a_batch_and_of_dense_graphs():
+    path = Data(x=torch.randn(6, 8), edge_index=torch.arange(6).repeat(2, 1))
+    path.edge_index = torch.stack([torch.arange(5), torch.arange(1, 6)])
+    dense = Data(x=torch.randn(9, 8), edge_index=torch.ones(9, 9).nonzero().t())
+    conv = KHopAttentionConv(8, 8, k=3)
+    for steps in ((3, 3), (2, 3), (3, 2)):
+        graphs = [
+            AddKHopIndex(k)(graph)
+            for graph, k in zip((path, dense), steps, strict=True)
+        ]
+        batch = Batch.from_data_list([graphs[0], graphs[1], graphs[0]])
+        given = {name: batch[name] for name in ("k_hop_index", "k_hop_distance")}
+        call = partial(conv, batch.x, batch.edge_index, batch=batch.batch)
+        if steps[0] == 3:  # all pairs of the dense graph are one step apart
+            assert_near(call(**given), call(), 1e-6)
+        else:
+            with pytest.raises(ValueError, match="up to k=3 steps apart"):
+                call(**given)
