@@ -92,7 +92,8 @@ def fit(
     best: dict[str, float] = {}
     model = Model(draw().num_features)
     optimizer = torch.optim.AdamW(model.parameters())
-    schedule = OneCycleLR(optimizer, TASKS[args.task][2], args.epochs, pct_start=0.1)
+    lr, steps = TASKS[args.task][2], max(args.epochs, 20)  # two of them to warm up
+    schedule = OneCycleLR(optimizer, lr, steps, pct_start=0.1)
     loss_of = mse_loss if args.task == "ratings" else binary_cross_entropy_with_logits
     for epoch in trange(1, args.epochs + 1, leave=False):
         dag = draw()
@@ -114,16 +115,15 @@ def fit(
 
 def train(args: Namespace, events: TemporalData) -> dict[str, float]:
     """As `fit`; the scores are of validation and test."""
-    size = len(events)
-    val, test = int(0.7 * size), int(0.85 * size)
+    val, test = int(0.7 * len(events)), int(0.85 * len(events))
 
     def queries(last: int, which: Tensor) -> Data:
         others = torch.randint(events.num_nodes, which.shape)
         wrong = torch.stack([events.src[which], others])
         return ask(events[:last], which, wrong if args.task == "messages" else None)
 
-    parts = {"val": torch.arange(val, test), "test": torch.arange(test, size)}
-    held_out = {name: queries(size, which) for name, which in parts.items()}
+    parts = {"val": torch.arange(val, test), "test": torch.arange(test, len(events))}
+    held_out = {name: queries(len(events), which) for name, which in parts.items()}
 
     def scores(model: Model) -> dict[str, float]:
         return {x: score(args.task, model(dag), dag.y) for x, dag in held_out.items()}

@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few steps")
     args = parser.parse_args(argv)
+    if not args.prompt:
+        parser.error("--prompt needs at least one character")
 
     seed_everything(args.seed)
     text = read(args.file)

@@ -1,5 +1,5 @@
 """Linear recurrences on graphs for PyTorch Geometric."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 __all__ = ["__version__"]

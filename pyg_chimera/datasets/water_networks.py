@@ -232,7 +232,8 @@ class WaterNetworks(Dataset):
             :class:`~torch_geometric.data.Dataset`, with sensors.
         pre_transform (callable, optional): Applied once to the graph of each network,
             which has neither heads nor sensors, such as
-            :class:`~pyg_chimera.transforms.AddEliminationOrder`.
+            :class:`~pyg_chimera.transforms.AddEliminationOrder`. It may renumber nodes
+            or leave some out. Files are told apart by what it prints.
         force_reload (bool, optional): Whether to process the files again.
             (default: :obj:`False`)
 
@@ -241,7 +242,8 @@ class WaterNetworks(Dataset):
             `wntr` (:obj:`pip install pyg-chimera[water]`).
         FileNotFoundError: If a network is neither a file nor known to `wntr`.
         ValueError: If an argument is out of range, a file has no junction that a source
-            supplies, or EPANET solves too few of its states.
+            supplies, or EPANET solves too few of its states; if :obj:`pre_transform` is
+            a lambda, which prints as any other, or loses an attribute of nodes.
     """
 
     def __init__(
@@ -258,6 +260,11 @@ class WaterNetworks(Dataset):
         if isinstance(networks, str) or len(networks) == 0:
             raise ValueError(
                 f"'networks' must be a list of at least one network, got {networks!r}"
+            )
+        if "<lambda>" in repr(pre_transform):
+            raise ValueError(
+                "'pre_transform' must print as what it does, by which files are told "
+                f"apart, such as a function with a name, got {pre_transform}"
             )
         self.num_states = check_integer("num_states", num_states, 1)
         self.seed = check_integer("seed", seed, 0)
@@ -277,9 +284,9 @@ class WaterNetworks(Dataset):
         #: How many states of each network were dropped.
         self.dropped: dict[str, int] = {}
         for path in self.processed_paths:
-            graph, names, heads, dropped = torch.load(path, weights_only=True)
+            kind, graph, names, heads, dropped = torch.load(path, weights_only=True)
             self.node_names.append(names)
-            self.graphs.append(Data.from_dict(graph))
+            self.graphs.append(kind.from_dict(graph))
             self.heads.append(heads)
             self.dropped[graph["name"]] = dropped
 
@@ -288,11 +295,10 @@ class WaterNetworks(Dataset):
         """A file for each network, named by what it depends on."""
         made = ""
         if self.pre_transform is not None:
-            # As PyG compares them, without addresses of functions.
-            text = re.sub(r"(<.*?)\s.*(>)", r"\1\2", repr(self.pre_transform))
+            text = re.sub(r" at 0x[0-9a-f]+", "", repr(self.pre_transform))
             made = "-" + sha256(text.encode()).hexdigest()[:8]
         return [
-            f"{_name(path)}-{digest}-{self.num_states}-seed{self.seed}{made}-v2.pt"
+            f"{_name(path)}-{digest}-{self.num_states}-seed{self.seed}{made}-v3.pt"
             for path, digest in zip(self.paths, self._digests, strict=True)
         ]
 
@@ -307,11 +313,12 @@ class WaterNetworks(Dataset):
                 network = _read(path, folder)
                 heads, dropped = _solve(network, self.num_states, rng, no_bars(self))
             graph = network.graph
-            if self.pre_transform is not None:
-                graph = self.pre_transform(graph)
             names = [network.names[i] for i in network.kept]
+            if self.pre_transform is not None:
+                graph, node = _transformed(graph, self.pre_transform)
+                names, heads = [names[i] for i in node.tolist()], heads[node]
             with atomic_path(out) as part:
-                torch.save((graph.to_dict(), names, heads, dropped), part)
+                torch.save((type(graph), graph.to_dict(), names, heads, dropped), part)
 
     def len(self) -> int:
         """The number of states of all networks."""
@@ -324,6 +331,20 @@ class WaterNetworks(Dataset):
         data.y = self.heads[number][:, state].clone()
         data.state = state
         return self.sensors(data)
+
+
+def _transformed(graph: Data, transform: Callable) -> tuple[Data, Tensor]:
+    """The transformed graph, and which of the nodes it has, in its order."""
+    graph.n_id = torch.arange(graph.num_nodes)
+    graph = transform(graph)
+    node = getattr(graph, "n_id", None)
+    if node is None or node.numel() != graph.num_nodes:
+        raise ValueError(
+            "'pre_transform' must keep attributes of nodes, such as 'n_id' [V], by "
+            f"which heads are known, got {graph}"
+        )
+    del graph["n_id"]
+    return graph, node
 
 
 # Files -------------------------------------------------------------------------------

@@ -85,13 +85,25 @@ def check_channels(
                 f"type of nodes, not for bipartite ones, got {size!r}; for several "
                 "types, see 'pyg_chimera.nn.HeteroLayer'"
             )
-    in_channels = check_integer("in_channels", in_channels, -1)
+    in_channels = check_in_channels(in_channels)
     if out_channels is None and in_channels == -1:
         raise ValueError("'out_channels' must be given if 'in_channels' is -1")
     out_channels = in_channels if out_channels is None else out_channels
     if edge_dim is not None:
         edge_dim = check_integer("edge_dim", edge_dim, -1) or None
     return in_channels, check_integer("out_channels", out_channels, 1), edge_dim
+
+
+def check_in_channels(in_channels: Any) -> int:
+    """The number of features of nodes, -1 if it is known later."""
+    in_channels = check_integer("in_channels", in_channels, -1)
+    if in_channels == 0:
+        raise ValueError(
+            "'in_channels' must be positive, or -1 for that of the first input, got 0: "
+            "give nodes without features a constant one, such as by "
+            "'torch_geometric.transforms.Constant'"
+        )
+    return in_channels
 
 
 def check_heads(

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
+from torch_geometric.nn import InstanceNorm
 from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import normalization_resolver
 from torch_geometric.resolver import normalize_string
@@ -95,6 +96,9 @@ class Norm(torch.nn.Module):
             return self.norm(x, batch, mask)
         if mask is not None and not self._with_batch:
             return masked_norm(self.norm, x, mask)
+        if batch is None and isinstance(self.norm, InstanceNorm):
+            # PyG's norm refuses a single node otherwise.
+            batch = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
         return self.norm(x, batch=batch) if self._with_batch else self.norm(x)
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import MultiheadAttention, TransformerEncoder, TransformerEncoderLayer
 from torch.nn.utils.parametrize import is_parametrized
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import CGConv, GPSConv, MessagePassing
 from torch_geometric.nn import Sequential as GraphSequential
 from torch_geometric.typing import Adj
 
+from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.ops.common.memory import check_memory
 
 #: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
@@ -57,6 +58,8 @@ class Route(NamedTuple):
         is_open (bool): Whether ``forward`` takes any keyword (``**kwargs``).
         edges (bool): Whether it takes ``(x, edge_index, ...)``.
         padded (bool): Whether it takes padded graphs and their mask.
+        by_graph (bool): Whether it has norms of whole graphs, which take no batch
+            vector to mean that graphs are unknown, rather than that there is one.
     """
 
     kind: type[torch.nn.Module]
@@ -64,6 +67,7 @@ class Route(NamedTuple):
     is_open: bool
     edges: bool
     padded: bool
+    by_graph: bool = False
 
     @classmethod
     def of(cls, module: torch.nn.Module, *, graph: bool = False) -> "Route":
@@ -90,12 +94,22 @@ class Route(NamedTuple):
                 "names; got (*args, **kwargs)"
             )
         names = names[1:]
-        # PyG's sign for no edge features, and that of GatedGCNConv, which may be lazy
-        if getattr(module, "edge_dim", -1) in (None, 0) and "edge_attr" in names:
+        if isinstance(module, GPSConv) and module.conv is not None:  # its `**kwargs`
+            names += [x for x in cls.of(module.conv).names if x not in names]
+        # PyG's signs for no edge features, and that of GatedGCNConv, which may be lazy
+        signs = [getattr(module, x, -1) for x in ("edge_dim", "in_edge_channels")]
+        if isinstance(module, CGConv):
+            signs.append(module.dim)
+        if "edge_attr" in names and any(sign in (None, 0) for sign in signs):
             names.remove("edge_attr")
-        edges = graph or "edge_index" in names or isinstance(module, MessagePassing)
+        edges = graph or "edge_index" in names
+        if isinstance(module, MessagePassing):  # of any name, or found from nodes
+            edges = edges or names[:1] != ["batch"]
         padded = not edges and "mask" in names
-        return cls(kind, tuple(names), is_open, edges, padded)
+        by_graph = not isinstance(module, Wrapper) and any(
+            isinstance(x, GraphBatchNorm) for x in module.modules()
+        )
+        return cls(kind, tuple(names), is_open, edges, padded, by_graph)
 
     def accepts(self, name: str, module: torch.nn.Module | None = None) -> bool:
         """Whether ``forward`` has a parameter called :obj:`name`, or :obj:`module`
@@ -122,6 +136,9 @@ class Route(NamedTuple):
                 f"a {self.kind.__name__} has been replaced by {module}, which may take "
                 "other arguments; pass it to the constructor of the layer or model"
             )
+        if batch is None and self.by_graph and "batch" in self.names:
+            one = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
+            kwargs = {**kwargs, "batch": one}
         if self.padded:
             return x if x.size(0) == 0 else _on_padded(module, x, batch, kwargs)
         if not self.edges:

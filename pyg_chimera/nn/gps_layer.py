@@ -17,7 +17,6 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import Route, Wrapper, reset_layer
-from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
 from pyg_chimera.ops.common.checks import check_integer, check_option
 
 __all__ = ["GPSLayer"]
@@ -384,9 +383,6 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
         shared = {"batch": batch}
         if "pad_node_mask" in kwargs:
             shared["pad_node_mask"] = kwargs["pad_node_mask"]
-        if batch is None and issubclass(self._routes[role].kind, GatedGCNConv):
-            # One graph here, but to GatedGCNConv, perhaps many.
-            shared["batch"] = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
         if for_role.get("edge_index") is None:
             shared = {**shared, "edge_attr": edge_attr, **kwargs}
         args = self._routes[role].select(shared) | for_role

@@ -136,9 +136,10 @@ class GraphBatchNorm(BatchNorm):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        like = state_dict.get(f"{prefix}module.running_mean", torch.zeros(()))
-        for name in ("graph_share", "row_share"):  # which other batch norms don't have
-            state_dict.setdefault(prefix + name, like.new_zeros(()))
+        like = state_dict.get(f"{prefix}module.running_mean")
+        if like is not None:
+            for name in ("graph_share", "row_share"):  # which plain batch norm lacks
+                state_dict.setdefault(prefix + name, like.new_zeros(()))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -12,6 +12,7 @@ from torch_geometric.typing import Adj, EdgeType, Metadata, NodeType
 
 from pyg_chimera.nn._inputs import (
     TakesTensors,
+    check_in_channels,
     check_inputs,
     check_size,
     edge_features,
@@ -141,7 +142,10 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
                 "GPSLayer with a convolution that does, such as GatedGCNConv."
             )
         self.lins = ModuleDict(
-            {name: Linear(size, channels) for name, size in in_channels.items()}
+            {
+                name: Linear(check_in_channels(size), channels)
+                for name, size in in_channels.items()
+            }
         )
         self.edge_lins = ModuleDict(
             {t: Linear(n, channels, bias=False) for t, n in sizes.items() if n}

@@ -58,7 +58,13 @@ def explain(
         )
     if callable(operator):
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+        states = [generator.get_state() for generator in given]
         with torch.random.fork_rng(range(devices)):
-            return explained(deepcopy(operator), *args, **kwargs)
+            try:
+                return explained(deepcopy(operator), *args, **kwargs)
+            finally:
+                for generator, state in zip(given, states, strict=True):
+                    generator.set_state(state)
     check_option("operator", operator, tuple(OPERATORS))
     return OPERATORS[operator].choice(*args, **kwargs)

@@ -10,11 +10,18 @@ from scipy.optimize import least_squares as optimize
 from scipy.sparse import coo_array, diags_array
 from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import spsolve
+from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
+from torch_geometric.transforms import BaseTransform, Compose
 from torch_geometric.utils import scatter
 
 from pyg_chimera.datasets import SampleSensors, WaterNetworks, water_networks
-from pyg_chimera.transforms import AddEliminationOrder
+from pyg_chimera.nn import PLSTMConv
+from pyg_chimera.transforms import (
+    AddEliminationOrder,
+    DAGDecomposition,
+    DirectedLineGraph,
+)
 
 pytest.importorskip("wntr", reason="reads networks: the extra 'water'")
 
@@ -594,3 +601,65 @@ def test_files_are_those_of_a_pre_transform(load, tiny):
     assert "elimination_rank" not in plain[0]
     assert "elimination_rank" not in load(tiny)[0]
     assert torch.equal(ordered[4].y, plain[4].y)
+
+
+def halved(data):
+    data.conductance = data.conductance / 2
+    return data
+
+
+def doubled(data):
+    data.conductance = data.conductance * 2
+    return data
+
+
+def test_functions_that_transform_are_told_apart(load, tiny):
+    plain, half, double = (
+        load(tiny, pre_transform=x)[0].conductance for x in (None, halved, doubled)
+    )
+    assert torch.equal(half, plain / 2)
+    assert torch.equal(double, plain * 2)
+    with pytest.raises(ValueError, match="must print as what it does"):
+        load(tiny, pre_transform=lambda data: data)
+
+
+class Chosen(BaseTransform):
+    """Some of the nodes, in an order."""
+
+    def __init__(self, *nodes):
+        self.nodes = torch.tensor(nodes)
+
+    def forward(self, data):
+        return data.subgraph(self.nodes)
+
+    def __repr__(self):
+        return f"Chosen{tuple(self.nodes.tolist())}"
+
+
+def test_heads_and_names_follow_nodes(load, tiny):
+    plain, order = load(tiny), list(range(len(load(tiny).node_names[0])))
+    for nodes in (order[::-1], order[1:]):
+        chosen = load(tiny, pre_transform=Chosen(*nodes))
+        assert chosen.node_names[0] == [plain.node_names[0][i] for i in nodes]
+        assert torch.equal(chosen[0].y, plain[0].y[nodes])
+        assert torch.equal(chosen[0].elevation, plain[0].elevation[nodes])
+        assert "n_id" not in chosen[0]
+
+    def emptied(data):
+        return Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
+
+    with pytest.raises(ValueError, match="must keep attributes of nodes"):
+        load(tiny, pre_transform=emptied)
+
+
+def test_line_graphs_are_batched_as_such(load, tiny):
+    to_line = Compose([DAGDecomposition(), DirectedLineGraph("dag")])
+    data = load(tiny, pre_transform=to_line)[0]
+    batch = Batch.from_data_list([data, data])
+    conv = PLSTMConv(data.num_features, 8, num_dags=2)
+
+    def along(x):
+        lines = {"line_edge_index": x.dag_line_edge_index, "batch": x.batch}
+        return conv(x.x, x.dag_edge_index, **lines)
+
+    torch.testing.assert_close(along(batch), along(data).repeat(2, 1))

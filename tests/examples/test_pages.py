@@ -68,3 +68,9 @@ def test_a_page_names_its_picture(path):
     text = path.read_text()
     assert f'default="{path.stem}.png"' in text
     assert "savefig(" in text
+
+
+def test_an_empty_prompt_is_refused_before_training(capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module("text").main(["--prompt", ""])
+    assert "--prompt needs at least one character" in capsys.readouterr().err

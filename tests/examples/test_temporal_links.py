@@ -49,6 +49,13 @@ def test_what_is_learnt(capsys):
     assert f"val {best['val']:.4f}, test {best['test']:.4f}" in printed
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 3, 10, 19])
+def test_any_number_of_epochs(epochs):
+    events = stream(*[(i % 7, (i + 1) % 7) for i in range(100)])
+    scores = temporal_links.train(Namespace(task="messages", epochs=epochs), events)
+    assert 0 <= scores["test"] <= 1
+
+
 @pytest.mark.parametrize(
     ("task", "size", "nodes"), [("messages", 59_835, 1899), ("ratings", 35_592, 5881)]
 )

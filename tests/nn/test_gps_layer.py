@@ -16,16 +16,19 @@ from torch.nn.utils.parametrize import (
     remove_parametrizations,
 )
 from torch_geometric.nn import (
+    CGConv,
     GATConv,
     GATv2Conv,
     GCNConv,
     GENConv,
+    GeneralConv,
     GINConv,
     GINEConv,
     GPSConv,
     GraphConv,
     GraphSizeNorm,
     MeanSubtractionNorm,
+    MessagePassing,
     PairNorm,
     PNAConv,
     ResGatedGraphConv,
@@ -48,7 +51,12 @@ CONVS: dict[str, Callable[[], torch.nn.Module]] = {
     "GATv2Conv": lambda: GATv2Conv(C, C, heads=2, concat=False, edge_dim=C),
     "GATv2Conv without edges": lambda: GATv2Conv(C, C),
     "GCNConv": lambda: GCNConv(C, C),
+    "CGConv without edges": lambda: CGConv(C),
     "GENConv": lambda: GENConv(C, C),
+    "GeneralConv": lambda: GeneralConv(C, C, in_edge_channels=C),
+    "GeneralConv without edges": lambda: GeneralConv(C, C),
+    "GPSConv": lambda: GPSConv(C, GINEConv(Linear(C, C))),
+    "GPSConv without edges": lambda: GPSConv(C, GCNConv(C, C)),
     "GINConv": lambda: GINConv(Linear(C, C)),
     "GINEConv": lambda: GINEConv(Linear(C, C)),
     "GraphConv": lambda: GraphConv(C, C),
@@ -68,6 +76,8 @@ CONVS: dict[str, Callable[[], torch.nn.Module]] = {
     "ChimeraConv": lambda: ChimeraConv(C, C, heads=2, state_channels=4, edge_dim=C),
 }
 TAKES_EDGES = {
+    "GPSConv",
+    "GeneralConv",
     "ChimeraConv",
     "GATConv",
     "GATv2Conv",
@@ -529,3 +539,24 @@ def test_norms_without_a_size(norm: type) -> None:
 def test_names_are_no_modules():
     with pytest.raises(TypeError, match=r"'mixer' must be a module.*got 'chimera'"):
         GPSLayer(8, mixer="chimera")
+
+
+class Nearest(MessagePassing):
+    """Finds its edges itself, as DynamicEdgeConv does: from each node to itself."""
+
+    def forward(self, x: Tensor, batch: Tensor | None = None) -> Tensor:
+        return self.propagate(torch.arange(x.size(0)).expand(2, -1), x=x)
+
+
+def test_a_mixer_may_make_its_own_edges() -> None:
+    x, edge_index, batch, _ = make_inputs()
+    layer = GPSLayer(C, mixer=Nearest(), norm=None, mlp_channels=0)
+    torch.testing.assert_close(layer(x, edge_index, batch), 2 * x)
+    torch.testing.assert_close(layer(x, edge_index), 2 * x)
+
+
+def test_instance_norm_of_a_lone_node() -> None:
+    layer = GPSLayer(C, SAGEConv(C, C), norm="instance_norm").eval()
+    x, none = torch.randn(1, C), torch.empty(2, 0, dtype=torch.long)
+    expected = layer(x, none, torch.zeros(1, dtype=torch.long))
+    torch.testing.assert_close(layer(x, none), expected)

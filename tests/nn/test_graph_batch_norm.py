@@ -88,6 +88,15 @@ def test_weights_of_batch_norm_are_loaded_and_evaluate_as_there():
     assert norm.graph_share == norm.row_share == 0
 
 
+def test_weights_of_other_modules_change_nothing():
+    norm = trained(None)
+    before = copy.deepcopy(norm.state_dict())
+    missing = norm.load_state_dict({}, strict=False).missing_keys
+    assert {*missing} >= {"graph_share", "row_share", "module.running_mean"}
+    for name, value in norm.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows(rows, training):

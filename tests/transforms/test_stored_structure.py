@@ -386,3 +386,33 @@ def test_a_matrix_is_left_as_it_is():
     del data.edge_index
     check_stored(data)
     assert not data.adj_t.is_coalesced()
+
+
+def test_parts_of_what_is_stored_may_be_removed():
+    data = Data(torch.randn(3, 4), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]]))
+    data = DAGDecomposition()(data)
+    changed = data.clone()
+    changed.dag_edge_index[0] = changed.dag_edge_index[0].flip(0)
+    for removed in ("dag_rank", "dag_edge_index"):
+        left = copy.copy(data)
+        del left[removed]
+        check_stored(left)
+        check_stored(left, [removed])
+    del changed["dag_rank"]  # which is not read without ranks
+    with pytest.raises(ValueError, match=r"'data\.dag_edge_index' must belong"):
+        check_stored(changed)
+    model = GraphModel(
+        4, 8, 2, [GPSLayer(8, None, ChimeraDAGConv(8, num_dags=2))],
+        structure={"mixer_edge_index": "dag_edge_index"},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no attribute 'dag_edge_index'"):
+        model.inputs(left)
+
+
+def test_ranks_beside_scores_of_a_similar_name():
+    data = Data(torch.randn(3, 4), torch.tensor([[0, 1], [1, 2]]))
+    data = NodeOrder("degree", attr_name="node")(AddTopologicalOrder("node_rank")(data))
+    check_stored(data)
+    data.edge_index = data.edge_index.flip(0)
+    with pytest.raises(ValueError, match="must belong to the edges"):
+        check_stored(data)

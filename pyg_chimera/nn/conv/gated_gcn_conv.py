@@ -13,6 +13,7 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 from pyg_chimera.nn._inputs import (
     at_least_float32,
     check_channels,
+    check_in_channels,
     check_inputs,
     check_size,
     edge_features,
@@ -21,7 +22,7 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm, masked_norm
-from pyg_chimera.ops.common.checks import check_edges, check_integer
+from pyg_chimera.ops.common.checks import check_edges
 from pyg_chimera.ops.common.portability import is_portable
 
 __all__ = ["GatedGCNConv"]
@@ -140,7 +141,7 @@ class GatedGCNConv(Layer, MessagePassing):
         source, out_channels, edge_dim = check_channels(
             sizes[0], out_channels, edge_dim
         )
-        target = check_integer("in_channels", sizes[1], -1)
+        target = check_in_channels(sizes[1])
         self.in_channels = (
             (source, target) if isinstance(in_channels, tuple) else source
         )

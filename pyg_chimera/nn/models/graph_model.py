@@ -16,6 +16,7 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     TakesTensors,
     check_edge_rows,
+    check_in_channels,
     check_inputs,
     check_size,
     with_values,
@@ -265,7 +266,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
             )
 
         if not isinstance(in_channels, Iterable):
-            in_channels = check_integer("in_channels", in_channels, -1)
+            in_channels = check_in_channels(in_channels)
         if edge_dim is not None and not isinstance(edge_dim, Iterable):
             edge_dim = check_integer("edge_dim", edge_dim, -1) or None
         self.in_channels = in_channels

@@ -451,6 +451,11 @@ def _refuse_if_large(choice: Choice, device: torch.device) -> None:
 _REPORT: ContextVar[list[Choice] | None] = ContextVar("report", default=None)
 
 
+def is_explained() -> bool:
+    """Whether calls are reported: operators return zeros then."""
+    return not torch.compiler.is_compiling() and _REPORT.get() is not None
+
+
 def explained(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
     """The choices for the operator calls of a function, in order."""
     report: list[Choice] = []

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import readable
+from pyg_chimera.ops.common.operator import is_explained
 from pyg_chimera.ops.common.torch_private import is_followed
 from pyg_chimera.ops.recurrence.resolvent_mix import resolvent_mix
 
@@ -46,7 +47,7 @@ def positive_sums(
         ones, ones, source, edge_index, weight, batch, solver=solver, rank=rank,
         **options,
     )  # fmt: skip
-    if solver in ("sparse", "neumann"):
+    if solver in ("sparse", "neumann") or is_explained():
         return sums
     col, row = edge_index.long()
     with torch.no_grad():

@@ -76,7 +76,11 @@ def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
         ValueError: If an attribute was stored for other edges or nodes.
     """
     keys = sorted(data.keys())
-    names = [x for x in (keys if names is None else names) if not x.endswith(SUFFIX)]
+    names = [
+        x
+        for x in (keys if names is None else names)
+        if x in keys and not x.endswith(SUFFIX)
+    ]
     stems = [
         key.removesuffix(SUFFIX)
         for key, x in ((key, data[key]) for key in keys if key.endswith(SUFFIX))
@@ -104,7 +108,12 @@ def _difference(data: Any, stem: str) -> str:
     """How the edges differ from those of the checksum; empty if they do not."""
     stored, num_nodes = data[f"{stem}{SUFFIX}"], data.num_nodes
     edge_index = edges_of(data.adj_t if "adj_t" in data else data.edge_index)
-    dags = data[f"{stem}_edge_index"] if f"{stem}_rank" in data else []
+    dags, ranks = (
+        data[key] if key in data and isinstance(data[key], list) else []
+        for key in (f"{stem}_edge_index", f"{stem}_rank")
+    )
+    if ranks and not dags:  # which the checksum is of, too, have been removed
+        return ""
     for edges in (edge_index, *dags):
         if edges.numel() > 0 and int(edges.max()) >= num_nodes:
             return f"node {int(edges.max())} for {num_nodes} nodes"

@@ -26,7 +26,7 @@ from pyg_chimera.nn import (
     ChimeraPathConv,
     GatedGCNConv,
 )
-from pyg_chimera.ops import unchecked
+from pyg_chimera.ops import explain, unchecked
 from pyg_chimera.transforms import (
     AddDiameter,
     AddEliminationOrder,
@@ -371,6 +371,14 @@ def test_log_sums_by_iteration(seed, graph):
         found.append({"out": out.detach(), "x": given.grad, **grads})
     for name, want in found[1].items():
         assert_near(found[0][name], want, tol=1e-6)
+
+
+@pytest.mark.parametrize("solver", ["auto", "iterative", "dense"])
+def test_log_sums_are_explained(solver):
+    conv = ChimeraConv(4, log_sums=2, solver=solver)
+    found = explain(conv, torch.randn(3, 4), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]]))
+    assert [choice.operator for choice in found] == ["resolvent_mix"] * len(found)
+    assert len(found) > 1
 
 
 def test_small_log_sums_are_nan_where_contents_are_not_read():

@@ -16,6 +16,7 @@ from torch_geometric.utils import (
 )
 
 from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
+from pyg_chimera.ops import explain
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.node_sequences import node_sequences
 
@@ -403,3 +404,12 @@ def test_forward_mode():
         torch.func.jvp(
             partial(GraphMambaConv(8), edge_index=edges), *[(x.float(),)] * 2
         )
+
+
+def test_explain_leaves_a_generator_as_it_was():
+    conv = GraphMambaConv(4)
+    x, edge_index = torch.randn(3, 4), torch.tensor([[0, 1], [1, 2]])
+    generator = torch.Generator().manual_seed(0)
+    state = generator.get_state()
+    explain(conv, x, edge_index, generator=generator)
+    assert torch.equal(generator.get_state(), state)

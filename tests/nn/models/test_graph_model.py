@@ -6,7 +6,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import GCNConv, GINEConv, SAGEConv
+from torch_geometric.nn import GCNConv, GINEConv, GPSConv, SAGEConv, Sequential
 
 from pyg_chimera.nn import (
     CategoricalEncoder,
@@ -534,3 +534,41 @@ def test_an_attribute_of_ones_own_layer_called_accepts_is_not_called():
     model = GraphModel(C, C, 2, [Own(), Own()], head="node")
     edge_index = torch.tensor([[0, 1], [1, 0]])
     assert model(torch.randn(2, C), edge_index).shape == (2, 2)
+
+
+@pytest.mark.parametrize("kind", ["bare", "in a sequence", "sequence in a layer"])
+def test_norms_know_that_a_graph_alone_is_one(kind: str) -> None:
+    """As in a batch: `GatedGCNConv` takes no batch to mean that graphs are unknown."""
+    layer: torch.nn.Module = GatedGCNConv(C, C)
+    if kind != "bare":
+        layer = Sequential("x, edge_index, edge_attr, batch", [
+            (layer, "x, edge_index, edge_attr, batch -> x"),
+        ])  # fmt: skip
+    if kind == "sequence in a layer":
+        layer = GPSLayer(C, layer)
+    model = GraphModel([3, 5], C, 2, [layer], head="node")
+    graphs = [make_data(4, 0), make_data(6, 1)]
+    batch = Batch.from_data_list(graphs)
+    for _ in range(20):
+        model(**model.inputs(batch))
+    model.eval()
+    alone = torch.cat([model(**model.inputs(data)) for data in graphs])
+    torch.testing.assert_close(model(**model.inputs(batch)), alone)
+
+
+def test_gps_conv_reads_edge_features() -> None:
+    conv = GPSConv(C, GINEConv(torch.nn.Linear(C, C)))
+    model = GraphModel([3, 5], C, 2, [conv], edge_dim=2, head="node").eval()
+    data = make_data(4, 0)
+    x, index = data.x, torch.tensor([[0, 1], [1, 2]])
+    out = [model(x, index, edge_attr=torch.randn(2, 2)) for _ in range(2)]
+    assert not torch.allclose(*out)
+    with pytest.raises(ValueError, match="no layer reads edge features"):
+        GraphModel([3, 5], C, 2, [GPSConv(C, GCNConv(C, C))], edge_dim=2)
+
+
+def test_no_features_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'in_channels' must be positive.*Constant"):
+        GraphModel(0, C, 2, [gps(0)])
+    with pytest.raises(ValueError, match=r"'in_channels' must be positive.*Constant"):
+        GatedGCNConv((4, 0), C)
