@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 from torch_geometric.utils import select
 
-from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.common.checks import check_edge_index, check_integer
 from pyg_chimera.ops.common.optional import required
 from pyg_chimera.ops.structure.csr import adjacency, grouped, to_numpy
 
@@ -89,6 +89,7 @@ class ClusterData(Dataset):
             )
         self.num_parts, self.recursive, self.data = num_parts, recursive, copy(data)
         self.data.num_nodes = num_nodes
+        check_edge_index(data.edge_index, num_nodes)
         device = data.edge_index.device
         if "n_id" not in data:  # such as of a sample of a larger graph
             self.data.n_id = torch.arange(num_nodes, device=device)

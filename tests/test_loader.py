@@ -227,6 +227,12 @@ def test_errors(monkeypatch):
         ClusterData(data, 0)
     with pytest.raises(ValueError, match="must have an 'edge_index', got none"):
         ClusterData(Data(x=data.x), 2)
+    for wrong in (-1, 5):
+        edges = torch.tensor([[0, wrong], [1, 0]])
+        with pytest.raises(ValueError, match="edge_index"):
+            ClusterData(Data(torch.randn(3, 1), edges), 2, log=False)
+    with pytest.raises(TypeError, match="edge_index"):
+        ClusterData(Data(torch.randn(3, 1), torch.eye(2)), 2, log=False)
     with pytest.raises(TypeError, match=r"got HeteroData; of .*to_homogeneous\(\)"):
         ClusterData(HeteroData(), 2)
     clusters = ClusterData(data, 4, log=False)

@@ -81,12 +81,14 @@ for remark in ("does not have many workers", "LeafSpec", "`broadcast_buffers`"):
 # Command line --------------------------------------------------------------------
 
 
-def number(kind: Callable[[str], Any], least: float, words: str) -> Callable:
-    """The type of a numeric argument, with a lower bound."""
+def number(
+    kind: Callable[[str], Any], least: float, words: str, below: float = 2**31
+) -> Callable:
+    """The type of a numeric argument, with bounds."""
 
     def convert(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if least <= (value := kind(text)) < 2**31:
+            if least <= (value := kind(text)) < below:
                 return value
         raise ArgumentTypeError(f"must be {words}, got {text!r}")
 
@@ -230,7 +232,7 @@ def open_run(args: Namespace) -> dict[str, Any]:
     Returns:
         The results to write, including those so far if the run is resumed.
     """
-    free = ("out", "root", "processed_root", "num_workers", "device", "command")
+    free = ("out", "root", "processed_root", "device", "command")
     free += ("time_limit", "resume", "overwrite")
     config = {name: value for name, value in vars(args).items() if name not in free}
     on_gpu = args.device == "cuda"
@@ -429,6 +431,16 @@ class Run(LightningModule):
         self.train_loss.update(loss.detach(), self.task.weight(batch))
         self.log("train_loss", self.train_loss, on_step=False, on_epoch=True)
         return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.args.precision == "16-mixed":  # which skips steps that overflow
+            return
+        grads = [x.grad for x in self.model.parameters() if x.grad is not None]
+        if not torch.stack([grad.sum() for grad in grads]).isfinite().all():
+            raise FloatingPointError(
+                f"a gradient is not finite in epoch {self.current_epoch + 1}: try a "
+                "smaller --lr"
+            )
 
     def evaluate(self, batch: Batch, split: str) -> None:
         self.obey()
@@ -714,7 +726,7 @@ def fit_all(
     :func:`fit`, and ``tabulate`` turns the results of finished runs into the rows of
     the table, by name. Returns the contents of ``results.json``.
     """
-    results = open_run(args) | {"rows": {}}
+    results = {"rows": {}, **open_run(args)}
     finished: dict[str, dict[str, Any]] = {}
     for name, changes in runs:
         if RANK == 0:
@@ -730,7 +742,7 @@ def fit_all(
             results["stopped_by"] = found["stopped_by"]
             break
         finished[name] = found
-        results["rows"] = tabulate(finished)
+        results["rows"] |= tabulate(finished)
     if RANK == 0:
         write_json(args.out / RESULTS, results)
     if RANK == 0 and results["rows"]:

@@ -32,9 +32,10 @@ from argparse import Namespace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, pstdev
+from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from common import (
@@ -325,7 +326,10 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 values, short = [x["best"][key] for x in found], key[len("test_") :]
                 rows[name][short] = mean(values)
                 if len(found) > 1:
-                    rows[name] |= {f"{short}_std": pstdev(values), "seeds": len(found)}
+                    rows[name] |= {
+                        f"{short}_std": float(np.std(values)),
+                        "seeds": len(found),
+                    }
     return rows
 
 

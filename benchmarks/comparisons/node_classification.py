@@ -168,7 +168,11 @@ def get_task(num_classes: int) -> Task:
 
     def rows(out: Tensor, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
         out, y = out[batch.mask], batch.y[batch.mask]
-        return {name: (out[:, 1] - out[:, 0] if name == "auroc" else out, y)}
+        if (
+            name == "auroc"
+        ):  # of logits between 0 and 1, without ties where they are large
+            out = 0.5 + 0.5 * F.softsign((out[:, 1] - out[:, 0]).double())
+        return {name: (out, y)}
 
     name = "auroc" if num_classes == 2 else "accuracy"
     metric = BinaryAUROC() if num_classes == 2 else MulticlassAccuracy(

@@ -19,9 +19,10 @@ from functools import cache, partial
 from itertools import product
 from math import ceil, inf, isnan, nan
 from pathlib import Path
-from statistics import mean, pstdev
+from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 from common import (
     LAST,
@@ -37,6 +38,7 @@ from common import (
     planned_epochs,
     positive_float,
     positive_int,
+    refuse,
 )
 from json_files import write_json
 from torch import Tensor
@@ -247,6 +249,10 @@ class Study:
         add("--status", action="store_true", help="only list what is missing in --out")
 
         def recipe(args: Namespace) -> dict[str, Any]:
+            if args.lr is not None:
+                refuse(
+                    f"--lr is of no use here: each arm's is searched for, of {RATES}"
+                )
             preset = args.preset or "default"
             common = OPTIMIZER | RECIPES[preset]
             return {"preset": preset, **common, **presets[preset]}
@@ -295,7 +301,8 @@ class Study:
             found = self.searches(arm)
             for name, changes in found.items():
                 short = None if args.minutes is None else SEARCH * args.minutes
-                yield name, changes | {"minutes": short}
+                few = args.epochs and max(1, round(SEARCH * args.epochs))
+                yield name, changes | {"minutes": short, "epochs": few}
             scores = {x: sign * read(args.out, x)["best"][key] for x in found}
             best = min(scores, key=lambda x: inf if isnan(scores[x]) else scores[x])
             for number, name in enumerate(finals(args, arm)):
@@ -349,7 +356,8 @@ class Study:
             for name, metric in product(names, metrics):
                 key = f"{name}_{metric}"
                 values = [run["best"][key] for run in found]
-                rows[row] |= {key: mean(values), f"{key}_std": pstdev(values)}
+                deviation = float(np.std(values))  # NaN if a run diverged
+                rows[row] |= {key: mean(values), f"{key}_std": deviation}
         return rows
 
     def run(self, args: Namespace) -> dict[str, Any]:

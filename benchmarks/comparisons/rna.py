@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import Task, main, make_parser
+from common import Task, main, make_parser, number
 from protocol import PREPARE, SHARED_ARMS, DrawnGraphs, Study, build_layer, reads
 from torch import Tensor
 from torch.nn import GRU, Dropout, LayerNorm, Linear, Module
@@ -440,7 +440,8 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__doc__, ["default"], root="data/rna")
     add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="families", help="default: families")
-    add("--dropout", type=float, default=0.0, help="of all arms; default: 0")
+    share = number(float, 0, "a number from 0 to below 1", below=1)
+    add("--dropout", type=share, default=0.0, help="of all arms; default: 0")
     args = get_study("families").parse(parser, argv, PRESETS)
     args.out = args.out or Path("runs", "rna", args.task, args.preset)
     return args

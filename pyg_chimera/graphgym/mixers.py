@@ -57,7 +57,7 @@ def make_mixer(
     make = MIXERS[name]
     known = set(inspect.signature(make).parameters)
     mode = options.mode
-    if index is not None and set(mode) == {"P", "D"}:
+    if index is not None and mode and set(mode) == {"P", "D"}:
         mode = mode[index % len(mode)]
     order = options.order
     if order == "auto":
@@ -90,11 +90,11 @@ def make_hybrid(
     recurrence = dict(own.pop("recurrence_kwargs", {}))
     if options.state_channels is not None:
         recurrence["state_channels"] = options.state_channels
+    own["recurrence_kwargs"] = recurrence
     args = {
         "num_layers": num_layers,
         "pattern": options.pattern,
         "heads": heads if options.heads is None else options.heads,
-        "recurrence_kwargs": recurrence,
         "edge_dim": edge_dim,
         "dropout": dropout,
         "kind": "graph",
@@ -133,10 +133,10 @@ def edge_width(encoded: int) -> int | None:
     edge_dim = cfg.chimera.edge_dim
     if edge_dim is None:
         return encoded if cfg.dataset.edge_encoder else None
-    if edge_dim < 0:
+    if not isinstance(edge_dim, int) or isinstance(edge_dim, bool) or edge_dim < 0:
         raise ValueError(
             "'chimera.edge_dim' must be null, for the width of the edge encoder, 0 for "
-            f"none, or the width of raw edge features, got {edge_dim}"
+            f"none, or the width of raw edge features, got {edge_dim!r}"
         )
     return edge_dim or None
 

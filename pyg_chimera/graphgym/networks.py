@@ -16,7 +16,7 @@ from pyg_chimera.graphgym.mixers import (
     make_mixer,
     structure,
 )
-from pyg_chimera.nn import GatedGCNConv, GPSLayer
+from pyg_chimera.nn import GatedGCNConv, GPSLayer, MixtureOfDepths
 from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["GPSNetwork"]
@@ -131,7 +131,8 @@ class _Stage(torch.nn.Module):
             edge_attr = self.edge_lin(edge_attr)
         layer: Any
         for layer in self.layers:
-            stored = structure(batch, layer.accepts)
+            routed = isinstance(layer, MixtureOfDepths)  # structure is of all nodes
+            stored = {} if routed else structure(batch, layer.accepts)
             out = layer(x, batch.edge_index, batch.batch, edge_attr, **stored)
             x, edge_attr = out if isinstance(out, tuple) else (out, edge_attr)
         batch.x = x if self.norm is None else self.norm(x, batch.batch)

@@ -110,12 +110,21 @@ def influence(
             f"{type(module).__name__}; measure='jacobian' takes any module"
         )
     with torch.inference_mode(False), torch.enable_grad():
-        copy, x = deepcopy(module).eval(), x.detach().clone()
+        # Tensors that were made in inference mode cannot be saved for gradients.
+        copy, x, edge_index = deepcopy(module).eval(), _plain(x), _plain(edge_index)
+        kwargs = {name: _plain(value) for name, value in kwargs.items()}
         if measure == "jacobian":
             return _jacobian(copy, x, edge_index, int(node), kwargs)
         return _mixing(
             copy, x, edge_index, int(node), role, measure == "mixing", kwargs
         )
+
+
+def _plain(value: Any) -> Any:
+    """The value with copies of its tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return [*map(_plain, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _mixing(

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
+from asserts import assert_near
 from torch_geometric.data import Batch, Data
 
-from pyg_chimera.transforms import NodeOrder
+from pyg_chimera.transforms import AddEliminationOrder, NodeOrder
 
 # Of PyG's loaders, about themselves.
 pytestmark = [
@@ -219,9 +220,12 @@ def test_further_arguments_reach_the_mixers(load):
         ("chimera_gps", "arrangement", "stacked", "'parallel', 'sequential'"),
         ("chimera_gps", "heads", 3, r"ChimeraConv: 'heads' must divide"),
         ("chimera_layer", "edge_dim", -2, "'chimera.edge_dim' must be null"),
+        ("chimera_gps", "edge_dim", "wide", "'chimera.edge_dim' must be null"),
+        ("chimera_gps", "edge_dim", True, "'chimera.edge_dim' must be null"),
         ("chimera_layer", "state_channels", 0, "'state_channels' must be an integer"),
         ("plstm_gps", "mode", "PX", r"'mode' must be one of"),
         ("plstm_layer", "mode", "PD", r"'mode' must be one of"),
+        ("plstm_gps", "mode", "", r"'mode' must be one of"),
         ("plstm_gps", "order", "size", r"PLSTMConv: 'order' must be one of"),
         ("graph_mamba_gps", "order", "size", "'order' must be one of"),
         ("graph_mamba_layer", "num_bins", 0, "'num_bins' must be an integer >= 1"),
@@ -284,6 +288,13 @@ def test_what_transforms_stored_is_used(load):
         batch.edge_index = batch.edge_index[:, 2:]
         with pytest.raises(ValueError, match=r"'data.node_score' must belong to the"):
             model(batch)
+    cfg = load("hybrid_gps", *GRAPHS, *NO_EDGES)
+    cfg.chimera.kwargs.recurrence = "chimera"
+    cfg.chimera.kwargs.capacity = 0.5  # where nodes are routed, ranks of all do not fit
+    loaders, model = create()
+    batch = next(iter(loaders[1]))
+    expected = model.eval()(batch.clone())[0]
+    assert_near(model(AddEliminationOrder()(batch))[0], expected, 1e-5)
     for config in ("chimera_gps", "chimera_layer"):
         load(config, *GRAPHS, *NO_EDGES)
         loaders, model = create()

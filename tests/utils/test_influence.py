@@ -171,6 +171,9 @@ def test_in_inference_mode():
         expected = influence(conv, x, index, 0, measure=measure)
         with torch.inference_mode():
             assert_near(influence(conv, x, index, 0, measure=measure), expected, 1e-6)
+            made = index.clone(), {"batch": torch.zeros(2, dtype=torch.long)}
+            out = influence(conv, x, made[0], 0, measure=measure, **made[1])
+            assert_near(out, expected, 1e-6)
 
 
 def test_a_path_by_hand():

@@ -280,7 +280,11 @@ class HybridModel(GraphModel):
             ValueError: If there is no such preset.
         """
         check_option("name", name, tuple(_PRESETS))
-        return cls(*sizes, **{"kind": "sequence", **_PRESETS[name], **kwargs})
+        options = {"kind": "sequence", **_PRESETS[name]}
+        for role in ("recurrence", "attention"):  # options are of the preset's
+            if role in kwargs:
+                options.pop(f"{role}_kwargs", None)
+        return cls(*sizes, **{**options, **kwargs})
 
     def _edges(
         self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None

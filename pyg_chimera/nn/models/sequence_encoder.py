@@ -195,7 +195,7 @@ class SequenceEncoder(GraphModel):
                 "'prompt' must be tokens of shape [n] or [B, n] with n > 0, got "
                 f"{list(prompt.shape)}"
             )
-        if num_tokens < 0 or temperature < 0:
+        if not (num_tokens >= 0 and temperature >= 0):
             raise ValueError(
                 "'num_tokens' and 'temperature' must not be negative, got "
                 f"{num_tokens} and {temperature}"
@@ -211,7 +211,8 @@ class SequenceEncoder(GraphModel):
                 if temperature == 0:
                     tokens.append(logits.argmax(1))
                     continue
-                share = (logits.float() / temperature).softmax(1)
+                logits = logits.double() - logits.amax(1, keepdim=True)
+                share = (logits / temperature).softmax(1)
                 tokens.append(torch.multinomial(share, 1, generator=generator)[:, 0])
         finally:
             for module, mode in modes.items():

@@ -127,7 +127,7 @@ def neighborhood_attention(
         of = "heads" if name == "query" else "groups"
         check_dim(name, x, f"[nodes, {of}, channels]", 3)
     (num_nodes, heads, size), groups = query.shape, key.size(1)
-    if groups < 1 or heads % groups != 0:
+    if min(heads, groups) < 1 or heads % groups != 0:
         raise ValueError(
             "'key' must have as many heads as 'query', or a divisor, got "
             f"{list(key.shape)} and {list(query.shape)}"

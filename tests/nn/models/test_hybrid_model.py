@@ -282,6 +282,8 @@ def test_presets():
     assert {type(m) for m in mixers(model)} == {RGLRUConv}
     with pytest.raises(ValueError, match=r"'name' must be one of \('review', 'propo"):
         HybridModel.preset("best", [TOKENS], C, 2)
+    model = HybridModel.preset("proposed", [TOKENS], C, 2, attention="full")
+    assert isinstance(model.layers[-1].mixer, SelfAttention)
 
 
 @pytest.mark.parametrize("attention", ["window", "latent", "differential"])

@@ -378,6 +378,11 @@ def test_temperature_sharpens_what_is_drawn():
     spread(model)
     model.eval()
     prompt = torch.randint(TOKENS, (3,))
+    greedy = model.generate(prompt, 5, temperature=0)
+    assert torch.equal(model.generate(prompt, 5, temperature=1e-39), greedy)
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ValueError, match="'temperature' must not be negative"):
+            model.generate(prompt, 1, temperature=wrong)
     draw = torch.Generator().manual_seed(0)
     many = prompt.repeat(4000, 1)
     many = model.generate(many, 1, temperature=0.5, generator=draw)[:, 3]

@@ -185,6 +185,7 @@ def test_explain():
     [
         ({"key": torch.zeros(3, 3, 5)}, ValueError, "'key' must have as many heads"),
         ({"key": torch.zeros(3, 0, 5)}, ValueError, "'key' must have as many heads"),
+        ({"query": torch.zeros(3, 0, 5)}, ValueError, "'key' must have as many heads"),
         ({"key": torch.zeros(3, 2, 4)}, ValueError, r"'key' must be .*\[3, 2, 5\]"),
         ({"key": torch.zeros(4, 2, 5)}, ValueError, r"'key' must be .*\[3, 2, 5\]"),
         ({"value": torch.zeros(3, 1, 3)}, ValueError, r"'value' must be .*\[3, 2, 3\]"),

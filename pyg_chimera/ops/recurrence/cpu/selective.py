@@ -110,7 +110,7 @@ def _forward(first, last, stop, scratch, tasks, operands, out, kept):
     optimized()
     ptr, block, most, num_slices = tasks
     u, delta, rate, B, C, D = operands
-    num_states = rate.shape[0]
+    num_states, zero = rate.shape[0], rate.dtype.type(0)
     h = scratch[: num_states * most].reshape(num_states, most)
     rest = scratch[num_states * most :][: 2 * most].reshape(2, most)
     x, y = rest[0], rest[1]
@@ -123,7 +123,8 @@ def _forward(first, last, stop, scratch, tasks, operands, out, kept):
             if stopped(stop):
                 return
             h[:] = 0
-            for t in range(ptr[s], ptr[s + 1]):
+            begin = ptr[s]
+            for t in range(begin, ptr[s + 1]):
                 if t % _SPAN == 0:
                     if stopped(stop):
                         return
@@ -138,6 +139,7 @@ def _forward(first, last, stop, scratch, tasks, operands, out, kept):
                     b, c = B[t, n], C[t, n]
                     for d in range(width):
                         e = exp2(delta[t, a + d] * rate[n, a + d])
+                        e = e if t > begin else zero  # as infinity times 0 is NaN
                         e = e * h[n, d] + b * x[d]
                         h[n, d] = e
                         y[d] += c * e
@@ -198,6 +200,7 @@ def _backward_tasks(first, last, stop, tasks, operands, kept, grad, grads, work)
                         b = B[t, n]
                         for d in range(width):
                             e = exp2(delta[t, a + d] * rate[n, a + d])
+                            e = e if t > start else zero
                             decay[k, n, d] = e
                             h[k + 1, n, d] = e * h[k, n, d] + b * x[d]
                 for t in range(end - 1, low - 1, -1):

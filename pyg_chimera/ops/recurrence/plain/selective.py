@@ -24,7 +24,9 @@ def _outputs(call: Call, longest: int) -> Tensor:
     place, _ = places(ptr, u.size(0))
     outs = [torch.empty_like(u[:, :0])]
     for d in _slices(u.size(0), A):
-        decay = torch.exp(delta[:, d].unsqueeze(-1) * A[d])
+        decay = delta[:, d].unsqueeze(-1) * A[d]
+        # Nothing is before first rows, and infinity times 0 is NaN.
+        decay = decay.masked_fill((place == 0).view(-1, 1, 1), 0).exp()
         x = (delta[:, d] * u[:, d]).unsqueeze(-1) * B.unsqueeze(1)
         h = linear_recurrence(decay, x, place, longest)
         outs.append((h @ C.unsqueeze(-1)).squeeze(-1))
