@@ -92,7 +92,7 @@ def fit(
     best: dict[str, float] = {}
     model = Model(draw().num_features)
     optimizer = torch.optim.AdamW(model.parameters())
-    lr, steps = TASKS[args.task][2], max(args.epochs, 20)  # two of them to warm up
+    lr, steps = TASKS[args.task][2], max(args.epochs, 11)  # some of it to warm up
     schedule = OneCycleLR(optimizer, lr, steps, pct_start=0.1)
     loss_of = mse_loss if args.task == "ratings" else binary_cross_entropy_with_logits
     for epoch in trange(1, args.epochs + 1, leave=False):

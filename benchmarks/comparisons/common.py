@@ -232,7 +232,7 @@ def open_run(args: Namespace) -> dict[str, Any]:
     Returns:
         The results to write, including those so far if the run is resumed.
     """
-    free = ("out", "root", "processed_root", "device", "command")
+    free = ("out", "root", "processed_root", "num_workers", "device", "command")
     free += ("time_limit", "resume", "overwrite")
     config = {name: value for name, value in vars(args).items() if name not in free}
     on_gpu = args.device == "cuda"
@@ -436,7 +436,7 @@ class Run(LightningModule):
         if self.args.precision == "16-mixed":  # which skips steps that overflow
             return
         grads = [x.grad for x in self.model.parameters() if x.grad is not None]
-        if not torch.stack([grad.sum() for grad in grads]).isfinite().all():
+        if not all(grad.isfinite().all() for grad in grads):
             raise FloatingPointError(
                 f"a gradient is not finite in epoch {self.current_epoch + 1}: try a "
                 "smaller --lr"

@@ -25,6 +25,7 @@ for each model. A run can be stopped (Ctrl-C, ``--time-limit``) and continued wi
 ``--resume``.
 """
 
+import math
 import sys
 from argparse import Namespace
 from importlib.util import find_spec
@@ -168,10 +169,10 @@ def get_task(num_classes: int) -> Task:
 
     def rows(out: Tensor, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
         out, y = out[batch.mask], batch.y[batch.mask]
-        if (
-            name == "auroc"
-        ):  # of logits between 0 and 1, without ties where they are large
-            out = 0.5 + 0.5 * F.softsign((out[:, 1] - out[:, 0]).double())
+        if name == "auroc":
+            # In [0, 1], as the metric would otherwise decide by batches whether values
+            # are logits, and without ties of large ones.
+            out = 0.5 + (out[:, 1] - out[:, 0]).double().atan() / math.pi
         return {name: (out, y)}
 
     name = "auroc" if num_classes == 2 else "accuracy"

@@ -27,6 +27,7 @@ from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_integer, check_number
 from pyg_chimera.ops.common.optional import required
 from pyg_chimera.ops.structure import connected_components
+from pyg_chimera.transforms.line_graph import LineGraphData
 
 __all__ = ["SampleSensors", "WaterNetworks"]
 
@@ -242,8 +243,9 @@ class WaterNetworks(Dataset):
             `wntr` (:obj:`pip install pyg-chimera[water]`).
         FileNotFoundError: If a network is neither a file nor known to `wntr`.
         ValueError: If an argument is out of range, a file has no junction that a source
-            supplies, or EPANET solves too few of its states; if :obj:`pre_transform` is
-            a lambda, which prints as any other, or loses an attribute of nodes.
+            supplies, or EPANET solves too few of its states; if :obj:`pre_transform`
+            does not print as what it does, as lambdas, adds nodes, or loses their
+            attributes.
     """
 
     def __init__(
@@ -261,10 +263,10 @@ class WaterNetworks(Dataset):
             raise ValueError(
                 f"'networks' must be a list of at least one network, got {networks!r}"
             )
-        if "<lambda>" in repr(pre_transform):
+        if re.search("<lambda>|<locals>| object at 0x", repr(pre_transform)):
             raise ValueError(
                 "'pre_transform' must print as what it does, by which files are told "
-                f"apart, such as a function with a name, got {pre_transform}"
+                f"apart, such as a function of a module, got {pre_transform}"
             )
         self.num_states = check_integer("num_states", num_states, 1)
         self.seed = check_integer("seed", seed, 0)
@@ -284,9 +286,9 @@ class WaterNetworks(Dataset):
         #: How many states of each network were dropped.
         self.dropped: dict[str, int] = {}
         for path in self.processed_paths:
-            kind, graph, names, heads, dropped = torch.load(path, weights_only=True)
+            is_line, graph, names, heads, dropped = torch.load(path, weights_only=True)
             self.node_names.append(names)
-            self.graphs.append(kind.from_dict(graph))
+            self.graphs.append((LineGraphData if is_line else Data).from_dict(graph))
             self.heads.append(heads)
             self.dropped[graph["name"]] = dropped
 
@@ -317,8 +319,9 @@ class WaterNetworks(Dataset):
             if self.pre_transform is not None:
                 graph, node = _transformed(graph, self.pre_transform)
                 names, heads = [names[i] for i in node.tolist()], heads[node]
+            is_line = isinstance(graph, LineGraphData)
             with atomic_path(out) as part:
-                torch.save((type(graph), graph.to_dict(), names, heads, dropped), part)
+                torch.save((is_line, graph.to_dict(), names, heads, dropped), part)
 
     def len(self) -> int:
         """The number of states of all networks."""
@@ -338,10 +341,10 @@ def _transformed(graph: Data, transform: Callable) -> tuple[Data, Tensor]:
     graph.n_id = torch.arange(graph.num_nodes)
     graph = transform(graph)
     node = getattr(graph, "n_id", None)
-    if node is None or node.numel() != graph.num_nodes:
+    if node is None or len(node) != graph.num_nodes or len(node.unique()) < len(node):
         raise ValueError(
             "'pre_transform' must keep attributes of nodes, such as 'n_id' [V], by "
-            f"which heads are known, got {graph}"
+            f"which heads are known, and add no nodes, got {graph}"
         )
     del graph["n_id"]
     return graph, node

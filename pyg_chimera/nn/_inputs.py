@@ -137,6 +137,11 @@ def check_inputs(x: Any, channels: int = -1, batch: Any = None) -> None:
     if x.dim() != 2 or (channels >= 0 and x.size(1) != channels):
         expected = channels if channels >= 0 else "channels"
         raise ValueError(f"'x' must be [nodes, {expected}], got {list(x.shape)}")
+    if x.size(1) == 0:
+        raise ValueError(
+            f"'x' must have features, got {list(x.shape)}: give nodes a constant one, "
+            "such as by 'torch_geometric.transforms.Constant'"
+        )
     if batch is not None:
         check_batch(batch, x.size(0), read=False)
 

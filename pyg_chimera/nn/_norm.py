@@ -96,9 +96,11 @@ class Norm(torch.nn.Module):
             return self.norm(x, batch, mask)
         if mask is not None and not self._with_batch:
             return masked_norm(self.norm, x, mask)
-        if batch is None and isinstance(self.norm, InstanceNorm):
+        lone = isinstance(self.norm, InstanceNorm) and x.size(0) == 1 and batch is None
+        if lone and not (self.training and self.norm.track_running_stats):
             # PyG's norm refuses a single node otherwise.
-            batch = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
+            zero = torch.zeros(1, dtype=torch.long, device=x.device)
+            return self.norm(x, zero, batch_size=1)
         return self.norm(x, batch=batch) if self._with_batch else self.norm(x)
 
 

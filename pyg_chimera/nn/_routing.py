@@ -12,7 +12,6 @@ from torch_geometric.nn import CGConv, GPSConv, MessagePassing
 from torch_geometric.nn import Sequential as GraphSequential
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.ops.common.memory import check_memory
 
 #: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
@@ -27,6 +26,19 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         if name in vars(module) or name in module._modules:
             return unwrapped(getattr(module, name))
     return module
+
+
+def _is_unsure(module: torch.nn.Module) -> bool:
+    """Whether it, or a part that it calls by itself, takes no batch vector to mean that
+    graphs are unknown.
+    """
+    module = unwrapped(module)
+    if hasattr(module, "_route") or hasattr(module, "_routes"):  # calls by routes
+        return False
+    if getattr(module, "unsure_without_batch", False):
+        return True
+    passes = not isinstance(module, GPSConv)  # which passes no batch vector on
+    return passes and any(map(_is_unsure, module.children()))
 
 
 def reset_layer(module: Any) -> None:
@@ -58,8 +70,8 @@ class Route(NamedTuple):
         is_open (bool): Whether ``forward`` takes any keyword (``**kwargs``).
         edges (bool): Whether it takes ``(x, edge_index, ...)``.
         padded (bool): Whether it takes padded graphs and their mask.
-        by_graph (bool): Whether it has norms of whole graphs, which take no batch
-            vector to mean that graphs are unknown, rather than that there is one.
+        unsure (bool): Whether it would take no batch vector to mean that graphs are
+            unknown, rather than that there is one.
     """
 
     kind: type[torch.nn.Module]
@@ -67,7 +79,7 @@ class Route(NamedTuple):
     is_open: bool
     edges: bool
     padded: bool
-    by_graph: bool = False
+    unsure: bool = False
 
     @classmethod
     def of(cls, module: torch.nn.Module, *, graph: bool = False) -> "Route":
@@ -94,7 +106,7 @@ class Route(NamedTuple):
                 "names; got (*args, **kwargs)"
             )
         names = names[1:]
-        if isinstance(module, GPSConv) and module.conv is not None:  # its `**kwargs`
+        if isinstance(module, GPSConv) and is_open and module.conv is not None:
             names += [x for x in cls.of(module.conv).names if x not in names]
         # PyG's signs for no edge features, and that of GatedGCNConv, which may be lazy
         signs = [getattr(module, x, -1) for x in ("edge_dim", "in_edge_channels")]
@@ -104,12 +116,9 @@ class Route(NamedTuple):
             names.remove("edge_attr")
         edges = graph or "edge_index" in names
         if isinstance(module, MessagePassing):  # of any name, or found from nodes
-            edges = edges or names[:1] != ["batch"]
+            edges = names[:1] not in ([], ["batch"])
         padded = not edges and "mask" in names
-        by_graph = not isinstance(module, Wrapper) and any(
-            isinstance(x, GraphBatchNorm) for x in module.modules()
-        )
-        return cls(kind, tuple(names), is_open, edges, padded, by_graph)
+        return cls(kind, tuple(names), is_open, edges, padded, _is_unsure(module))
 
     def accepts(self, name: str, module: torch.nn.Module | None = None) -> bool:
         """Whether ``forward`` has a parameter called :obj:`name`, or :obj:`module`
@@ -136,7 +145,7 @@ class Route(NamedTuple):
                 f"a {self.kind.__name__} has been replaced by {module}, which may take "
                 "other arguments; pass it to the constructor of the layer or model"
             )
-        if batch is None and self.by_graph and "batch" in self.names:
+        if batch is None and self.unsure and "batch" in self.names:
             one = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
             kwargs = {**kwargs, "batch": one}
         if self.padded:

@@ -112,7 +112,7 @@ def influence(
     with torch.inference_mode(False), torch.enable_grad():
         # Tensors that were made in inference mode cannot be saved for gradients.
         copy, x, edge_index = deepcopy(module).eval(), _plain(x), _plain(edge_index)
-        kwargs = {name: _plain(value) for name, value in kwargs.items()}
+        kwargs = _plain(kwargs)
         if measure == "jacobian":
             return _jacobian(copy, x, edge_index, int(node), kwargs)
         return _mixing(
@@ -124,6 +124,8 @@ def _plain(value: Any) -> Any:
     """The value with copies of its tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
     return [*map(_plain, value)] if isinstance(value, (list, tuple)) else value
 
 

@@ -256,11 +256,10 @@ def _positions(pos: Positions, edge_index: Tensor, num_nodes: int) -> Any:
                 f"{missing[:8]}"
             )
         return pos
-    if pos.shape != (num_nodes, 2) or not pos.isfinite().all():
-        raise ValueError(
-            f"'pos' must be [{num_nodes}, 2] and finite, got {list(pos.shape)} with "
-            f"{int((~pos.isfinite()).sum())} that are not"
-        )
+    if pos.shape != (num_nodes, 2):
+        raise ValueError(f"'pos' must be [{num_nodes}, 2], got {list(pos.shape)}")
+    if not pos.isfinite().all():
+        raise ValueError("'pos' must be finite, got nan or infinity")
     return dict(enumerate(pos.tolist()))
 
 

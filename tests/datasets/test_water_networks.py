@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import spsolve
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
-from torch_geometric.transforms import BaseTransform, Compose
+from torch_geometric.transforms import BaseTransform, Compose, VirtualNode
 from torch_geometric.utils import scatter
 
 from pyg_chimera.datasets import SampleSensors, WaterNetworks, water_networks
@@ -603,6 +603,11 @@ def test_files_are_those_of_a_pre_transform(load, tiny):
     assert torch.equal(ordered[4].y, plain[4].y)
 
 
+class Unnamed:
+    def __call__(self, data):
+        return data
+
+
 def halved(data):
     data.conductance = data.conductance / 2
     return data
@@ -619,8 +624,17 @@ def test_functions_that_transform_are_told_apart(load, tiny):
     )
     assert torch.equal(half, plain / 2)
     assert torch.equal(double, plain * 2)
-    with pytest.raises(ValueError, match="must print as what it does"):
-        load(tiny, pre_transform=lambda data: data)
+
+    def local(data):
+        return data
+
+    for wrong in (lambda data: data, local, Compose([Unnamed()])):
+        with pytest.raises(ValueError, match="must print as what it does"):
+            load(tiny, pre_transform=wrong)
+
+
+def emptied(data):
+    return Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
 
 
 class Chosen(BaseTransform):
@@ -645,11 +659,9 @@ def test_heads_and_names_follow_nodes(load, tiny):
         assert torch.equal(chosen[0].elevation, plain[0].elevation[nodes])
         assert "n_id" not in chosen[0]
 
-    def emptied(data):
-        return Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
-
-    with pytest.raises(ValueError, match="must keep attributes of nodes"):
-        load(tiny, pre_transform=emptied)
+    for wrong in (emptied, VirtualNode()):
+        with pytest.raises(ValueError, match="must keep attributes of nodes"):
+            load(tiny, pre_transform=wrong)
 
 
 def test_line_graphs_are_batched_as_such(load, tiny):

@@ -27,6 +27,7 @@ from torch_geometric.nn import (
     GPSConv,
     GraphConv,
     GraphSizeNorm,
+    InstanceNorm,
     MeanSubtractionNorm,
     MessagePassing,
     PairNorm,
@@ -40,7 +41,13 @@ from torch_geometric.nn import (
 )
 from torch_geometric.utils import to_dense_batch
 
-from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, GatedGCNConv, GPSLayer
+from pyg_chimera.nn import (
+    ChimeraConv,
+    ChimeraDAGConv,
+    GatedGCNConv,
+    GPSLayer,
+    GraphModel,
+)
 
 C = 8
 EDGE_INDEX = torch.tensor([[0, 1, 2, 2, 3, 5, 6, 6], [1, 2, 0, 1, 3, 4, 4, 5]])
@@ -548,9 +555,16 @@ class Nearest(MessagePassing):
         return self.propagate(torch.arange(x.size(0)).expand(2, -1), x=x)
 
 
-def test_a_mixer_may_make_its_own_edges() -> None:
+class NearestAlone(Nearest):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("conv", [Nearest, NearestAlone])
+@pytest.mark.parametrize("role", ["conv", "mixer"])
+def test_parts_may_make_their_own_edges(conv: type, role: str) -> None:
     x, edge_index, batch, _ = make_inputs()
-    layer = GPSLayer(C, mixer=Nearest(), norm=None, mlp_channels=0)
+    layer = GPSLayer(C, **{role: conv()}, norm=None, mlp_channels=0)
     torch.testing.assert_close(layer(x, edge_index, batch), 2 * x)
     torch.testing.assert_close(layer(x, edge_index), 2 * x)
 
@@ -560,3 +574,32 @@ def test_instance_norm_of_a_lone_node() -> None:
     x, none = torch.randn(1, C), torch.empty(2, 0, dtype=torch.long)
     expected = layer(x, none, torch.zeros(1, dtype=torch.long))
     torch.testing.assert_close(layer(x, none), expected)
+
+
+class OwnBlock(torch.nn.Module):
+    """A user's block, which calls a layer of ours by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = GPSLayer(C, SAGEConv(C, C), MultiheadAttention(C, 2))
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None):
+        return self.layer(x, edge_index, batch)
+
+
+@pytest.mark.parametrize("norm", [None, "instance_norm"])
+def test_a_graph_alone_is_exported_within_blocks(norm: str | None) -> None:
+    block = OwnBlock() if norm is None else GPSLayer(C, SAGEConv(C, C), norm=norm)
+    model = GraphModel(C, C, 2, [block], head="node").eval()
+    x, edge_index, _, _ = make_inputs()
+    exported = torch.export.export(model, (x, edge_index)).module()
+    torch.testing.assert_close(exported(x, edge_index), model(x, edge_index))
+
+
+def test_statistics_of_instance_norm_hold_no_graph() -> None:
+    norm = InstanceNorm(C, affine=True, track_running_stats=True)
+    layer = GPSLayer(C, SAGEConv(C, C), norm=norm)
+    for _ in range(2):
+        layer(torch.randn(5, C), EDGE_INDEX[:, :0]).sum().backward()
+    copy.deepcopy(layer)
+    assert all(y.grad_fn is None for y in layer.buffers())

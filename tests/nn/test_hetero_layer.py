@@ -421,3 +421,19 @@ def test_repr():
     assert repr(layer).startswith("HeteroLayer(ChimeraConv(")
     types = f"8, node_types={METADATA[0]}, edge_types={METADATA[1]}"
     assert repr(layer).endswith(f"{types})")
+
+
+def test_norms_know_that_a_graph_alone_is_one():
+    key = ("a", "to", "a")
+    layer = HeteroLayer(
+        GatedGCNConv(8, 8, edge_dim=8), 8, (["a"], [key]), in_channels=3
+    )
+    edges = {key: torch.tensor([[0, 1, 2], [1, 2, 0]])}
+    xs = [torch.randn(3, 3) for _ in range(2)]
+    both = {key: torch.cat([edges[key], edges[key] + 3], dim=1)}
+    batch = {"a": torch.tensor([0, 0, 0, 1, 1, 1])}
+    for _ in range(20):
+        layer({"a": torch.cat(xs)}, both, batch_dict=batch)
+    layer.eval()
+    alone = torch.cat([layer({"a": x}, edges)["a"] for x in xs])
+    assert_near(layer({"a": torch.cat(xs)}, both, batch_dict=batch)["a"], alone, 1e-5)

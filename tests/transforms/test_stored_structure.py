@@ -391,6 +391,11 @@ def test_a_matrix_is_left_as_it_is():
 def test_parts_of_what_is_stored_may_be_removed():
     data = Data(torch.randn(3, 4), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]]))
     data = DAGDecomposition()(data)
+    fewer = data.clone()
+    fewer.num_nodes, fewer.x = 4, torch.randn(4, 4)
+    del fewer["dag_edge_index"]
+    with pytest.raises(ValueError, match="4 nodes instead of 3"):
+        check_stored(fewer)
     changed = data.clone()
     changed.dag_edge_index[0] = changed.dag_edge_index[0].flip(0)
     for removed in ("dag_rank", "dag_edge_index"):

@@ -211,7 +211,11 @@ def test_dags_of_other_names_and_places():
         ({"edge_index": EDGES + 2}, ValueError, "edge_index"),
         ({"edge_index": EDGES.float()}, TypeError, "edge_index"),
         ({"edge_index": EDGES, "pos": EDGES}, ValueError, r"'pos' must be \[4, 2\]"),
-        ({"edge_index": EDGES, "pos": POSITIONS / 0}, ValueError, "and finite, got"),
+        (
+            {"edge_index": EDGES, "pos": POSITIONS / 0},
+            ValueError,
+            "'pos' must be finite",
+        ),
         ({"labels": "abcd", "node": 4}, ValueError, r"'node' must be in \[0, 4\)"),
         ({"labels": "abcd", "log": True}, ValueError, "must not be negative with log"),
         ({"influence": [1.0]}, TypeError, "'influence' must be a torch.Tensor"),

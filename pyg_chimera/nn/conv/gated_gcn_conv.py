@@ -160,6 +160,7 @@ class GatedGCNConv(Layer, MessagePassing):
         if self.update_edges:
             self.norm_edge = _row_norm(norm, out_channels)
         self.norm = _row_norm(norm, out_channels)
+        self.unsure_without_batch = isinstance(self.norm, GraphBatchNorm)
         self.act = activation_resolver(act)
 
         self.reset_parameters()

@@ -619,6 +619,8 @@ def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
     size = getattr(encoder, "in_channels", -1)  # unknown of one that took its place
     if x.size(-1) != size and size > 0:
         raise ValueError(f"'{name}' must be [rows, {size}], got {list(x.shape)}.")
+    if x.size(-1) == 0:
+        raise ValueError(f"'{name}' must have features, got {list(x.shape)}.")
     return encoder(x)
 
 

@@ -274,15 +274,16 @@ class HybridModel(GraphModel):
                 a window, four heads per key, rotary positions; or :obj:`"proposed"`:
                 three recurrences gated by surprise and one differential attention.
             *sizes: :obj:`in_channels`, :obj:`channels` and :obj:`out_channels`.
-            **kwargs (optional): As of the constructor, in place of the preset's.
+            **kwargs (optional): As of the constructor, in place of the preset's; with
+                another recurrence or attention, without the preset's options of it.
 
         Raises:
             ValueError: If there is no such preset.
         """
         check_option("name", name, tuple(_PRESETS))
         options = {"kind": "sequence", **_PRESETS[name]}
-        for role in ("recurrence", "attention"):  # options are of the preset's
-            if role in kwargs:
+        for role in ("recurrence", "attention"):
+            if kwargs.get(role, options[role]) != options[role]:  # has other options
                 options.pop(f"{role}_kwargs", None)
         return cls(*sizes, **{**options, **kwargs})
 

@@ -112,13 +112,13 @@ def _difference(data: Any, stem: str) -> str:
         data[key] if key in data and isinstance(data[key], list) else []
         for key in (f"{stem}_edge_index", f"{stem}_rank")
     )
-    if ranks and not dags:  # which the checksum is of, too, have been removed
-        return ""
     for edges in (edge_index, *dags):
         if edges.numel() > 0 and int(edges.max()) >= num_nodes:
             return f"node {int(edges.max())} for {num_nodes} nodes"
     if stored.size(0) != num_nodes:
         return f"{num_nodes} nodes instead of {stored.size(0)}"
+    if ranks and not dags:  # which the checksum is of, too, have been removed
+        return ""
     now = checksum(edge_index, num_nodes, dags, multigraph=stem == "line_edge")
     changed = (now != stored.to(now.device)).nonzero().view(-1)
     return f"other edges at node {int(changed[0])}" if changed.numel() > 0 else ""

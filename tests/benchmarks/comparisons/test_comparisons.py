@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import re
 import signal
@@ -728,3 +729,21 @@ def test_runs_of_recall(tmp_path, structure):
     model = recall.build_model(args, "delta")
     check_metrics(out / "delta" / "seed-1", model, recall.get_task(args), data)
     assert (out / "distances.png").stat().st_size > 0
+
+
+def test_the_area_under_a_curve_does_not_depend_on_batches():
+    """Nor do large logits tie."""
+
+    def area(*batches):
+        task = node_classification.get_task(2)
+        for logits, labels in batches:
+            out = torch.tensor([[0.0, z] for z in logits])
+            mask = torch.ones(len(labels), dtype=torch.bool)
+            data = Data(y=torch.tensor(labels), mask=mask)
+            task.metrics["auroc"].update(*task.rows(out, data)["auroc"])
+        return float(task.metrics["auroc"].compute())
+
+    few, more = ([0.05, 0.1], [1, 1]), ([-1.0, -2.0, -1.5, 3.0], [0, 0, 0, 1])
+    both = few[0] + more[0], few[1] + more[1]
+    assert area(few, more) == area(both) == 1
+    assert area(([20.0, 30.0, 40.0, math.inf], [0, 0, 1, 1])) == 1

@@ -138,3 +138,7 @@ def test_a_table_is_kept_when_a_run_that_goes_on_is_stopped(tmp_path):
     assert stopped["stopped_by"] == "time limit"
     assert stopped["rows"] == rows["rows"]
     assert "mlp" in stopped["rows"]
+    more = ["--resume", "--arms", "gat"]
+    ended = study.run(distances.get_args(["--smoke", *more, "--out", str(out)]))
+    assert {"mlp", "gat"} < {*ended["rows"]}
+    assert ended["rows"]["mlp"] == rows["rows"]["mlp"]

@@ -335,3 +335,10 @@ def test_each_task_has_its_folder():
     for task in compared.TASKS:
         args = compared.get_args(["--task", task])
         assert args.out.parts == ("runs", "rna", task, "default")
+
+
+@pytest.mark.parametrize("share", ["1", "2", "-0.1", "nan"])
+def test_dropout_is_a_share(share, capsys):
+    with pytest.raises(SystemExit):
+        compared.get_args(["--smoke", "--dropout", share])
+    assert "--dropout: must be a number from 0 to below 1" in capsys.readouterr().err

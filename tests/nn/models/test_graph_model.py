@@ -6,7 +6,14 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import GCNConv, GINEConv, GPSConv, SAGEConv, Sequential
+from torch_geometric.nn import (
+    GCNConv,
+    GENConv,
+    GINEConv,
+    GPSConv,
+    SAGEConv,
+    Sequential,
+)
 
 from pyg_chimera.nn import (
     CategoricalEncoder,
@@ -536,7 +543,19 @@ def test_an_attribute_of_ones_own_layer_called_accepts_is_not_called():
     assert model(torch.randn(2, C), edge_index).shape == (2, 2)
 
 
-@pytest.mark.parametrize("kind", ["bare", "in a sequence", "sequence in a layer"])
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GatedGCNConv(C, C)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None):
+        return self.conv(x, edge_index, batch=batch)
+
+
+KINDS = ["bare", "in a sequence", "sequence in a layer", "in a block"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_norms_know_that_a_graph_alone_is_one(kind: str) -> None:
     """As in a batch: `GatedGCNConv` takes no batch to mean that graphs are unknown."""
     layer: torch.nn.Module = GatedGCNConv(C, C)
@@ -544,6 +563,8 @@ def test_norms_know_that_a_graph_alone_is_one(kind: str) -> None:
         layer = Sequential("x, edge_index, edge_attr, batch", [
             (layer, "x, edge_index, edge_attr, batch -> x"),
         ])  # fmt: skip
+    if kind == "in a block":
+        layer = Block()
     if kind == "sequence in a layer":
         layer = GPSLayer(C, layer)
     model = GraphModel([3, 5], C, 2, [layer], head="node")
@@ -566,9 +587,20 @@ def test_gps_conv_reads_edge_features() -> None:
     with pytest.raises(ValueError, match="no layer reads edge features"):
         GraphModel([3, 5], C, 2, [GPSConv(C, GCNConv(C, C))], edge_dim=2)
 
+    class Plain(GPSConv):
+        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None):
+            return super().forward(x, edge_index, batch)
+
+    model = GraphModel([3, 5], C, 2, [Plain(C, GENConv(C, C))], head="node")
+    assert model(x, index).shape == (4, 2)
+
 
 def test_no_features_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'in_channels' must be positive.*Constant"):
         GraphModel(0, C, 2, [gps(0)])
     with pytest.raises(ValueError, match=r"'in_channels' must be positive.*Constant"):
         GatedGCNConv((4, 0), C)
+    x, index = torch.ones(3, 0), torch.tensor([[0, 1], [1, 2]])
+    for module in (GraphModel(-1, C, 2, [gps(0)]), GatedGCNConv(-1, C)):
+        with pytest.raises(ValueError, match="'x' must have features"):
+            module(x, index)

@@ -284,6 +284,8 @@ def test_presets():
         HybridModel.preset("best", [TOKENS], C, 2)
     model = HybridModel.preset("proposed", [TOKENS], C, 2, attention="full")
     assert isinstance(model.layers[-1].mixer, SelfAttention)
+    model = HybridModel.preset("proposed", [TOKENS], C, 2, attention="differential")
+    assert model.layers[-1].mixer.k == 128
 
 
 @pytest.mark.parametrize("attention", ["window", "latent", "differential"])

@@ -46,16 +46,16 @@ def test_growth_and_reset(backend):
 @backends
 def test_nothing_is_before_the_first_row(backend):
     """However much it would have grown there: infinity times nothing is NaN."""
-    delta = torch.tensor([[100.0], [1.0], [100.0], [1.0]]).requires_grad_()
+    delta = torch.tensor([[1000.0], [1.0], [1000.0], [1.0]]).requires_grad_()
     A = torch.ones(1, 1, requires_grad=True)
     ones, ptr = torch.ones(4, 1), torch.tensor([0, 2, 4])
     out = selective_scan(ones, delta, A, ones, ones, ptr=ptr, backend=backend)
-    last = 100 * math.e + 1
-    assert_near(out, torch.tensor([[100.0], [last]] * 2), 1e-6)
+    last = 1000 * math.e + 1
+    assert_near(out, torch.tensor([[1000.0], [last]] * 2), 1e-6)
     out.sum().backward()
     grown = 1 + math.e
     assert_near(delta.grad, torch.tensor([[grown], [last]] * 2), 1e-6)
-    assert_near(A.grad, torch.tensor([[200 * math.e]]), 1e-6)
+    assert_near(A.grad, torch.tensor([[2000 * math.e]]), 1e-6)
 
 
 @pytest.mark.parametrize("operator", ["selective_scan", "causal_conv1d"])

@@ -26,7 +26,8 @@ def _scan(
     for start, end in pairwise(ptr.tolist()):
         h = torch.zeros_like(A)
         for t in range(start, end):
-            decay = torch.exp(delta[t, :, None] * A)
-            h = decay * h + (delta[t] * u_[t])[:, None] * B[t]
+            if t > start:  # as infinity times 0 is NaN
+                h = torch.exp(delta[t, :, None] * A) * h
+            h = h + (delta[t] * u_[t])[:, None] * B[t]
             out.append(h @ C[t] + D * u_[t])
     return (torch.stack(out) if out else u_.clone()).to(u.dtype)
