@@ -3,7 +3,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_chimera.nn._renamed import renamed
 from pyg_chimera.ops.common.checks import check_integer
 
 __all__ = ["SwiGLU"]
@@ -40,7 +39,6 @@ class SwiGLU(torch.nn.Module):
         SwiGLU(64, 176)
     """
 
-    @renamed(in_channels="channels")
     def __init__(
         self,
         channels: int,

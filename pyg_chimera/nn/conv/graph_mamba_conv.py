@@ -18,7 +18,6 @@ from pyg_chimera.nn._inputs import (
     check_size,
 )
 from pyg_chimera.nn._norm import LazyLayerNorm
-from pyg_chimera.nn._renamed import renamed
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.nn.conv._projection import is_plain, projected
@@ -143,7 +142,6 @@ class GraphMambaConv(Layer, torch.nn.Module):
     edge_dim = None  #: none are read
     seed = 0  #: of the fixed permutations in evaluation
 
-    @renamed(channels="in_channels")
     def __init__(
         self,
         in_channels: int,
