@@ -50,6 +50,7 @@ from pytorch_lightning.callbacks import Timer, TQDMProgressBar
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import Module, ModuleDict
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DistributedSampler, Subset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch
@@ -432,11 +433,15 @@ class Run(LightningModule):
         self.log("train_loss", self.train_loss, on_step=False, on_epoch=True)
         return loss
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.args.precision == "16-mixed":  # which skips steps that overflow
-            return
-        grads = [x.grad for x in self.model.parameters() if x.grad is not None]
-        if not all(grad.isfinite().all() for grad in grads):
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        norm = clip_grad_norm_(self.model.parameters(), gradient_clip_val or inf)
+        # Mixed precision skips steps that overflow.
+        if self.args.precision != "16-mixed" and not norm.isfinite():
             raise FloatingPointError(
                 f"a gradient is not finite in epoch {self.current_epoch + 1}: try a "
                 "smaller --lr"

@@ -282,7 +282,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         return torch.stack([edges[0] + source, edges[1] + target]), features
 
     def _accepts(self, name: str) -> bool:
-        # PyG's GPSConv passes edge features on as one of its '**kwargs'.
+        # A layer may pass edge features on as one of its '**kwargs'.
         if name == "edge_attr" and not isinstance(unwrapped(self.layer), Wrapper):
             return self._route.is_open or self._route.accepts(name)
         return self._route.accepts(name, self.layer)

@@ -58,13 +58,14 @@ def explain(
         )
     if callable(operator):
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
-        states = [generator.get_state() for generator in given]
+        args = tuple(map(_own, args))
+        kwargs = {name: _own(value) for name, value in kwargs.items()}
         with torch.random.fork_rng(range(devices)):
-            try:
-                return explained(deepcopy(operator), *args, **kwargs)
-            finally:
-                for generator, state in zip(given, states, strict=True):
-                    generator.set_state(state)
+            return explained(deepcopy(operator), *args, **kwargs)
     check_option("operator", operator, tuple(OPERATORS))
     return OPERATORS[operator].choice(*args, **kwargs)
+
+
+def _own(value: Any) -> Any:
+    """The value, or a generator in the same state."""
+    return value.clone_state() if isinstance(value, torch.Generator) else value

@@ -111,8 +111,8 @@ def influence(
         )
     with torch.inference_mode(False), torch.enable_grad():
         # Tensors that were made in inference mode cannot be saved for gradients.
-        copy, x, edge_index = deepcopy(module).eval(), _plain(x), _plain(edge_index)
-        kwargs = _plain(kwargs)
+        x, edge_index, kwargs = _plain([x, edge_index, kwargs])
+        copy = deepcopy(module).eval()
         if measure == "jacobian":
             return _jacobian(copy, x, edge_index, int(node), kwargs)
         return _mixing(

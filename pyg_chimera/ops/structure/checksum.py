@@ -76,11 +76,8 @@ def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
         ValueError: If an attribute was stored for other edges or nodes.
     """
     keys = sorted(data.keys())
-    names = [
-        x
-        for x in (keys if names is None else names)
-        if x in keys and not x.endswith(SUFFIX)
-    ]
+    given = keys if names is None else names
+    names = [x for x in given if x in keys and not x.endswith(SUFFIX)]
     stems = [
         key.removesuffix(SUFFIX)
         for key, x in ((key, data[key]) for key in keys if key.endswith(SUFFIX))
